@@ -1,0 +1,1 @@
+"""Fathom: asynchronous reinforcement learning for language models, with every token accounted for."""

@@ -1,0 +1,1 @@
+"""What people touch. No logic of its own."""

@@ -1,0 +1,1 @@
+"""Workloads that drive whole runs and file their measurements."""

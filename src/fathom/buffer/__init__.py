@@ -1,0 +1,1 @@
+"""Holds finished groups and hands them out under the staleness bound."""

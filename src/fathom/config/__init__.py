@@ -1,0 +1,1 @@
+"""The typed tree of one run, validated and resolved."""

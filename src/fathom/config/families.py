@@ -1,0 +1,101 @@
+"""Families of variants. Each has one literal dict where it is implemented; a test checks that the dict covers it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """Which engine generates."""
+
+    EMBEDDED = "embedded"
+    SCRIPTED = "scripted"
+
+
+class TransportKind(StrEnum):
+    """How weights travel."""
+
+    SHARED = "shared"
+    DISK = "disk"
+
+
+class OnStale(StrEnum):
+    """What happens when a step would over-age a group."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    REQUEUE = "requeue"
+
+
+class Dtype(StrEnum):
+    """Element type of a forward."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Advantage(StrEnum):
+    """Advantages from a group of rewards (`algorithms.md` D.1)."""
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    RLOO = "rloo"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number (`algorithms.md` D.9)."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQ_MEAN_TOKEN_MEAN = "seq_mean_token_mean"
+    SEQ_MEAN_TOKEN_SUM = "seq_mean_token_sum"
+    SEQ_MEAN_TOKEN_SUM_NORM = "seq_mean_token_sum_norm"
+
+
+class Correction(StrEnum):
+    """Weight for tokens sampled by another distribution than the trainer's (`algorithms.md` C.1)."""
+
+    NONE = "none"
+    TOKEN_TIS = "token_tis"
+    ICEPOP = "icepop"
+    SEQUENCE_TIS = "sequence_tis"
+    SEQUENCE_MIS = "sequence_mis"
+    GEOMETRIC_RS = "geometric_rs"
+
+
+class Proximal(StrEnum):
+    """What the policy ratio is centred on (`algorithms.md` B.4)."""
+
+    DECOUPLED = "decoupled"
+    """Trainer's log-probabilities before the first step on the batch."""
+    BYPASS = "bypass"
+    """The behaviour log-probabilities themselves."""
+
+
+class KlEstimator(StrEnum):
+    """KL penalty estimators (`algorithms.md` D.8)."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class RejectionDenominator(StrEnum):
+    """What the loss divides by after tokens were rejected (`algorithms.md` C.4)."""
+
+    ALL = "all"
+    KEPT = "kept"
+
+
+class Schedule(StrEnum):
+    """Learning-rate schedule after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Tracker(StrEnum):
+    """Where metrics go besides the ledger."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"

@@ -1,0 +1,91 @@
+"""Rollout: what is generated, by which engine, and how weights reach it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from fathom.config.families import Dtype, EngineKind, TransportKind
+from fathom.config.section import Section
+from fathom.core.records.sampling import InFlightMode, SamplingParams
+
+
+class SamplingConfig(Section):
+    """The sampling distribution."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens. 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the smallest most likely set with this mass. 1: all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keep tokens above this share of the most likely one's probability. 0: all."""
+
+    def params(self) -> SamplingParams:
+        """The record form."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+class RolloutConfig(Section):
+    """How trajectories are made."""
+
+    group_size: int = Field(default=8, gt=0)
+    """Trajectories per task."""
+    max_in_flight: int = Field(default=64, gt=0)
+    """Trajectories running at once."""
+    max_new_tokens: int = Field(gt=0)
+    """Sampled tokens per trajectory at most."""
+    max_prompt_tokens: int = Field(gt=0)
+    """Tasks with longer prompts are left out, counted and named."""
+    sampling: SamplingConfig = SamplingConfig()
+    """The distribution."""
+    max_kept_ids: int = Field(default=1024, gt=0)
+    """Largest kept set that may have to be recorded for one token; a larger possible one is refused at start."""
+    in_flight: InFlightMode = InFlightMode.CONTINUE
+    """What a weight update does with running generations. max_staleness = 0 implies `drain`."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one generation."""
+
+
+class EngineConfig(Section):
+    """The engine."""
+
+    kind: EngineKind = EngineKind.EMBEDDED
+    """Which one."""
+    dtype: Dtype | None = None
+    """Element type of its weights. None: the trainer's, which is what the published cast is."""
+    device: str = "cpu"
+    """Torch device."""
+    threads: int = Field(default=1, gt=0)
+    """CPU threads."""
+    max_running: int = Field(default=64, gt=0)
+    """Sequences decoded in one batch."""
+    host: str = "127.0.0.1"
+    """Interface it listens on. Anything but loopback needs `token_env`."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port it listens on. 0: any free one."""
+    token_env: str | None = None
+    """Name of the environment variable that holds the access token. None: a fresh random token (loopback only)."""
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline for it to become healthy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
+            raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
+        return self
+
+
+class SyncConfig(Section):
+    """How weights reach the engine."""
+
+    transport: TransportKind = TransportKind.SHARED
+    """The transport."""
+    min_engines: int = Field(default=1, gt=0)
+    """A publication needs at least this many engines to commit."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of each phase."""
+    gap_rows: int = Field(default=4, ge=0)
+    """Recorded rows scored by engine and trainer at each publication (the same-version gap). 0: not measured."""

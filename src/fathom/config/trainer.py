@@ -1,0 +1,104 @@
+"""The trainer: device, precision, optimizer, batches."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from fathom.config.families import Dtype, OnStale, Schedule
+from fathom.config.section import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW on float32 masters."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Schedule = Schedule.CONSTANT
+    """What follows the warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the peak at the end of a linear or cosine schedule."""
+
+
+class TrainerConfig(Section):
+    """One training process."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps to take."""
+    groups_per_step: int = Field(gt=0)
+    """Groups in one batch."""
+    steps_on_a_batch: int = Field(default=1, gt=0)
+    """Optimizer steps that share a batch; its rows are split, each trained once."""
+    tokens_per_micro_batch: int = Field(default=4096, gt=0)
+    """Packed tokens in one forward; a longer single row is a micro-batch of its own. Never changes the result."""
+    dtype: Dtype = Dtype.FLOAT32
+    """Element type of the forward and of the published weights. Masters stay float32."""
+    device: str = "cpu"
+    """Torch device."""
+    threads: int = Field(default=1, gt=0)
+    """CPU threads."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+
+
+class WarmStartConfig(Section):
+    """A supervised phase before RL, with its own step counter. RL starts at version 0 after it."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps."""
+    batch_size: int = Field(default=32, gt=0)
+    """Demonstrations per step."""
+    tasks: int = Field(gt=0)
+    """How many training tasks are demonstrated."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    """The optimizer of this phase."""
+
+
+class CheckpointConfig(Section):
+    """When the run can be resumed from."""
+
+    every_steps: int = Field(default=10, gt=0)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(default=2, gt=0)
+    """Complete checkpoints to keep."""
+
+
+class StalenessConfig(Section):
+    """The clock: how old a token may be when it is trained."""
+
+    max_staleness: int = Field(default=2, ge=0)
+    """S: no token older than this has a gradient. 0 is the synchronous run."""
+    max_kv_staleness: int | None = Field(default=None, ge=0)
+    """The same bound for the oldest version behind a token's context. None: S."""
+    on_stale: OnStale = OnStale.WAIT
+    """`wait`: no step is taken that would over-age a group; `drop`: drop it; `requeue`: run it again."""
+    max_attempts: int = Field(default=3, gt=0)
+    """Attempts at an occurrence before it is given up."""
+    min_graded: int | None = Field(default=None, gt=0)
+    """Graded members a group needs. None: all of them."""
+    publish_every: int = Field(default=1, gt=0)
+    """Optimizer steps between publications."""
+
+    @property
+    def kv_bound(self) -> int:
+        """The bound on KV age."""
+        return self.max_staleness if self.max_kv_staleness is None else self.max_kv_staleness
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_bound < self.publish_every - 1:
+            raise ValueError(
+                f"max_kv_staleness {self.kv_bound} is below publish_every - 1: all tokens would be too old"
+            )
+        return self

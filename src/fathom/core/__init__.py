@@ -1,0 +1,1 @@
+"""Nouns and ports that every layer shares. Needs no torch."""

@@ -1,0 +1,78 @@
+"""The one vocabulary of errors.
+
+Every message says what happened and what to do next. Extension code (graders, tasks, engines that are
+not ours) raises plain errors; one boundary turns them into these; a bad rollout is data, a dead
+component ends the run.
+"""
+
+from __future__ import annotations
+
+
+class FathomError(Exception):
+    """Base of all errors raised by Fathom on purpose."""
+
+
+class ConfigError(FathomError):
+    """The run cannot start as configured. Raised while resolving, before anything heavy starts (exit code 2)."""
+
+
+class MissingDependencyError(ConfigError):
+    """An option needs a package that is not installed."""
+
+    def __init__(self, option: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{option} needs the package {package!r}, which is not installed; run: pip install 'fathom-rl[{extra}]'"
+        )
+
+
+class DataError(ConfigError):
+    """A data file cannot be used as asked. Names the file, the row and what was found."""
+
+
+class RecordError(FathomError):
+    """A record contradicts itself (lengths, order, ranges). It never enters the buffer."""
+
+
+class EngineError(FathomError):
+    """An engine failed a call. Names the engine and the reason."""
+
+    def __init__(self, engine_id: str, reason: str) -> None:
+        super().__init__(f"engine {engine_id}: {reason}")
+        self.engine_id = engine_id
+        self.reason = reason
+
+
+class EngineTimeoutError(EngineError):
+    """A call to an engine did not end before its deadline."""
+
+
+class EngineRefusedError(EngineError):
+    """The engine understood the request and will not serve it (context full, unknown version, no capability)."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process has ended. `last_lines` are the last lines of its log."""
+
+    def __init__(self, engine_id: str, reason: str, last_lines: str) -> None:
+        super().__init__(engine_id, f"{reason}\n--- last lines of its log ---\n{last_lines}")
+        self.last_lines = last_lines
+
+
+class PayloadError(FathomError):
+    """A publication is wrong in itself (manifest, names, digest): it is cancelled and the parent goes on serving."""
+
+
+class BooksError(FathomError):
+    """The books do not balance. No optimizer step is taken."""
+
+
+class LedgerError(FathomError):
+    """The ledger cannot be written or read as asked."""
+
+
+class CheckpointError(FathomError):
+    """A checkpoint is missing, incomplete, or belongs to another run."""
+
+
+class NoProgressError(FathomError):
+    """A stated number of attempts produced nothing to train on."""

@@ -1,0 +1,57 @@
+"""A publication: what a version of the weights consists of, so that every engine can prove what it holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fathom.core.ids import PolicyVersion
+
+
+class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
+    """One published tensor, after the cast, tied names resolved to one."""
+
+    name: str
+    """Canonical parameter name."""
+    dtype: str
+    """Element type as safetensors writes it: `F32`, `BF16`, ..."""
+    shape: tuple[int, ...]
+    """Sizes of the dimensions."""
+    offset: int
+    """First byte of the tensor in the publication's flat layout."""
+    size_bytes: int
+    """Number of bytes."""
+    checksum: str
+    """BLAKE3 (hex) of the bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True, tag="manifest.1"):
+    """One version made available."""
+
+    version: PolicyVersion
+    """The version published; its digest is the root digest of `tensors`."""
+    parent: PolicyVersion | None
+    """The version published before it. None: the first publication of this incarnation."""
+    tensors: tuple[TensorEntry, ...]
+    """Every published tensor, ordered by name."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.size_bytes for entry in self.tensors)
+
+
+class SharedMemorySource(msgspec.Struct, frozen=True, tag="source.shared.1"):
+    """Bytes lie in a shared-memory file on the same host, in the manifest's layout."""
+
+    path: str
+    """File below /dev/shm (or the run's directory where there is none)."""
+
+
+class DiskSource(msgspec.Struct, frozen=True, tag="source.disk.1"):
+    """Bytes lie in a safetensors file."""
+
+    path: str
+    """The file."""
+
+
+WeightSource = SharedMemorySource | DiskSource

@@ -1,0 +1,1 @@
+"""Ports: what a component promises to the others. State and implementation live elsewhere."""

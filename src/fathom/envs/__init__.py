@@ -1,0 +1,1 @@
+"""Tasks and graders behind one port."""

@@ -1,0 +1,1 @@
+"""Claims and audits recomputed from the ledger."""

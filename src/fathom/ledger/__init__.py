@@ -1,0 +1,1 @@
+"""Append-only typed history: write, read, replay."""

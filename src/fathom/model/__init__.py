@@ -1,0 +1,1 @@
+"""One forward for both users, engine and trainer."""

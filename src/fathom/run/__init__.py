@@ -1,0 +1,1 @@
+"""Wires one run and drives its loops."""

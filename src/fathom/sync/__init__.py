@@ -1,0 +1,1 @@
+"""Moves a version of the weights: stage, verify, commit."""
