@@ -1,0 +1,162 @@
+"""What an optimizer step trained on and what it measured. N tokens with loss of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from fathom.core.ids import GroupId, TrajectoryId
+from fathom.core.records.row import Row
+
+
+class MaskReason(StrEnum):
+    """Why a sampled token had no gradient. Order fixes the numeric code in `RowOutcome.mask_codes`."""
+
+    VETO = "veto"
+    """Its trajectory was dropped by the veto or by a sequence gate."""
+    POPPED = "popped"
+    """Its ratio was outside the correction's bounds."""
+    TRUNCATED = "truncated"
+    """Its trajectory was cut and `mask_truncated` is on."""
+    NON_FINITE = "non_finite"
+    """The trainer's log-probability was not a finite number."""
+    AGE = "age"
+    """Its row was removed because a token was over the bound at the step."""
+    NOT_TRAINED = "not_trained"
+    """Its trajectory ended in another state than trained; the attempts book says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBatch:
+    """A group as the trainer sees it."""
+
+    group: GroupId
+    """The group."""
+    rewards: dict[TrajectoryId, float]
+    """Reward of every graded member, those without rows included: the baseline's support."""
+    truncated: frozenset[TrajectoryId]
+    """Members that ended as truncated."""
+    rows: tuple[Row, ...]
+    """Rows to train, within the bound at this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """What one or several optimizer steps train on."""
+
+    groups: tuple[GroupBatch, ...]
+    """Groups, oldest first."""
+
+
+class Mismatch(msgspec.Struct, frozen=True, tag="mismatch.1"):
+    """Ratio r = trainer's probability before the first step on the batch / behaviour probability, over some tokens."""
+
+    tokens: int
+    """How many; the rest is only meaningful when > 0."""
+    abs_log_ratio_mean: float
+    """Mean |log r|."""
+    abs_log_ratio_max: float
+    """Maximum |log r|."""
+    k1: float
+    """Mean of -log r."""
+    k2: float
+    """Mean of (log r)^2 / 2."""
+    k3: float
+    """Mean of r - 1 - log r."""
+    ratio_mean: float
+    """Mean r."""
+    ratio_p01: float
+    """1st percentile of r."""
+    ratio_p50: float
+    """Median of r."""
+    ratio_p99: float
+    """99th percentile of r."""
+    ratio_max: float
+    """Maximum r."""
+    ess: float
+    """Effective sample size of r as a share of the tokens."""
+    clipped_share: float
+    """Share of tokens whose correction weight was capped."""
+    popped_share: float
+    """Share of tokens whose correction weight was set to 0."""
+
+
+class MismatchSlice(msgspec.Struct, frozen=True, tag="mismatch_slice.1"):
+    """The mismatch of the tokens of one age."""
+
+    age: int
+    """Trainer's version at the step minus the token's."""
+    kv_age: int
+    """The same for the oldest version behind its context."""
+    mismatch: Mismatch
+    """Over those tokens."""
+
+
+class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
+    """What happened to one row at the step."""
+
+    trajectory: TrajectoryId
+    """The trajectory."""
+    branch: int
+    """Its branch."""
+    positions: np.ndarray
+    """int64 [N]: tokens with loss."""
+    trainer_logprobs: np.ndarray
+    """float32 [N]: trainer's log-probabilities before the first step on the batch."""
+    weights: np.ndarray
+    """float32 [N]: correction weights."""
+    mask_codes: np.ndarray
+    """int8 [N]: -1 in the gradient, else the index of the MaskReason."""
+    advantage: float
+    """Advantage of the trajectory."""
+
+
+class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
+    """Numbers of one optimizer step. Means are over the tokens with loss of the whole step."""
+
+    loss: float
+    """The number differentiated."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate used."""
+    clip_fraction: float
+    """Share of tokens whose clipped term was larger than the unclipped one."""
+    entropy: float
+    """Mean of -log-probability of the trained tokens under the trainer (a sample estimate of the entropy)."""
+    kl: float | None
+    """Mean KL estimate to the reference. None: no reference."""
+    log_ratios_clamped: int
+    """Tokens whose log ratio left [-20, 20]."""
+    non_finite_tokens: int
+    """Tokens refused for a non-finite log-probability."""
+    tokens: int
+    """Tokens in the gradient."""
+    rows: int
+    """Rows trained."""
+    forward_tokens: int
+    """Tokens forwarded, context included."""
+    step_s: float
+    """Seconds the step took."""
+
+
+class StepOutcome(msgspec.Struct, frozen=True, tag="step_outcome.1"):
+    """One optimizer step: v -> v + 1."""
+
+    number: int
+    """The step's number: the version it made, v + 1."""
+    stepped: bool
+    """False: not a single usable token, or a non-finite gradient; weights and optimizer unchanged, and reported."""
+    why_not: str
+    """Why the weights did not change. Empty when `stepped`."""
+    metrics: StepMetrics
+    """Its numbers."""
+    mismatch: Mismatch | None
+    """Mismatch over all its tokens before any rejection. None: no tokens."""
+    slices: tuple[MismatchSlice, ...]
+    """The same by (age, KV age)."""
+    rows: tuple[RowOutcome, ...]
+    """Every row, in batch order."""

@@ -1,0 +1,260 @@
+"""The typed history of a run. Each event is one fact, written once, never changed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
+from fathom.core.records.states import AttemptState, Fate
+from fathom.core.records.step import Mismatch, MismatchSlice, StepMetrics
+
+
+class IncarnationOpened(msgspec.Struct, frozen=True, tag="incarnation_opened.1"):
+    """The run was started or resumed."""
+
+    incarnation: int
+    """From 1."""
+    parent_seq: int | None
+    """Last event of the history it goes on from; later ones of that history are undone. None: a fresh run."""
+    start_step: int
+    """Optimizer steps behind the weights it starts from."""
+    config: str
+    """The resolved config as JSON."""
+    machine: str
+    """Machine class and library versions as JSON."""
+
+
+class GroupStarted(msgspec.Struct, frozen=True, tag="group_started.1"):
+    """All members of a group were dispatched."""
+
+    group: GroupId
+    """The group."""
+    occurrence: Occurrence
+    """The occurrence."""
+    attempt: int
+    """Attempt at the occurrence, from 0."""
+    task: TaskId
+    """The task."""
+    members: tuple[TrajectoryId, ...]
+    """Its trajectories."""
+    version: int
+    """Number of the version that served at dispatch."""
+
+
+class TrajectoryEnded(msgspec.Struct, frozen=True, tag="trajectory_ended.1"):
+    """A trajectory's record lies in the container (header and arrays are indexed by its id)."""
+
+    trajectory: TrajectoryId
+    """The trajectory."""
+    arrival_age: int | None
+    """Trainer's version at arrival minus its oldest token's. None: nothing was sampled."""
+    sampled_tokens: int
+    """Sampled tokens."""
+    prompt_tokens: int
+    """Prompt tokens of its calls."""
+    cached_tokens: int
+    """Of those, from a prefix cache."""
+
+
+class AttemptMoved(msgspec.Struct, frozen=True, tag="attempt_moved.1"):
+    """A trajectory changed its state in the attempts book."""
+
+    trajectory: TrajectoryId
+    """The trajectory."""
+    state: AttemptState
+    """Its new state."""
+    fate: Fate | None
+    """Why. None: buffered or trained."""
+    detail: str
+    """For people; may be empty."""
+    at_step: int
+    """Trainer's version then."""
+
+
+class OccurrenceClosed(msgspec.Struct, frozen=True, tag="occurrence_closed.1"):
+    """An occurrence was trained or given up."""
+
+    occurrence: Occurrence
+    """The occurrence."""
+    group: GroupId
+    """The attempt that decided it."""
+    trained: bool
+    """False: given up."""
+    fate: Fate | None
+    """Why it was given up. None: trained."""
+
+
+class GroupDequeued(msgspec.Struct, frozen=True, tag="group_dequeued.1"):
+    """A group left the buffer for a batch."""
+
+    group: GroupId
+    """The group."""
+    age: int | None
+    """Trainer's version minus its oldest token's, at dequeue. None: it has no tokens."""
+    waited_s: float
+    """Seconds in the buffer."""
+
+
+class LoopSampled(msgspec.Struct, frozen=True, tag="loop_sampled.1"):
+    """How the loop stood at a moment (once per batch and at most once a second in between)."""
+
+    in_flight_trajectories: int
+    """Trajectories running."""
+    in_flight_groups: int
+    """Groups running."""
+    buffered_groups: int
+    """Finished groups waiting."""
+    oldest_version: int | None
+    """Oldest version among them. None: none."""
+    trainer_waits_for: str
+    """What the trainer waits for; empty while it trains."""
+    source_waits_for: str
+    """What admission waits for; empty while it admits."""
+
+
+class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
+    """An optimizer step. Row arrays lie in the container under its number."""
+
+    number: int
+    """The version it made, or would have made."""
+    stepped: bool
+    """False: the weights did not change."""
+    why_not: str
+    """Why. Empty when stepped."""
+    metrics: StepMetrics
+    """Its numbers."""
+    mismatch: Mismatch | None
+    """Over all tokens. None: no tokens."""
+    slices: tuple[MismatchSlice, ...]
+    """By (age, KV age)."""
+    reward_mean: float | None
+    """Mean reward of the graded members of the batch's groups. None: none graded."""
+    weights_digest: str
+    """Root digest of the cast weights after the step."""
+    waited_s: float
+    """Seconds the trainer waited for the batch."""
+
+
+class Published(msgspec.Struct, frozen=True, tag="published.1"):
+    """A version was committed."""
+
+    version: PolicyVersion
+    """The version."""
+    parent: PolicyVersion | None
+    """What served before."""
+    transport: str
+    """How it travelled."""
+    size_bytes: int
+    """Bytes moved."""
+    stage_s: float
+    """Seconds to stage, the slowest engine."""
+    verify_s: float
+    """Seconds to verify, the slowest engine."""
+    commit_s: float
+    """Seconds to commit, the slowest engine."""
+    pause_s: float
+    """Seconds without generation, the slowest engine."""
+    committed: tuple[str, ...]
+    """Engines that serve it."""
+    fenced: tuple[str, ...]
+    """Engines that failed and were fenced."""
+    gap: Mismatch | None
+    """Same-version gap: engine against trainer on recorded rows at this version. None: not measured."""
+
+
+class PublicationCancelled(msgspec.Struct, frozen=True, tag="publication_cancelled.1"):
+    """A payload fault: the parent goes on serving."""
+
+    version: PolicyVersion
+    """The version that was not delivered."""
+    reason: str
+    """Why."""
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag="evaluated.1"):
+    """An evaluation at one pinned version."""
+
+    version: PolicyVersion
+    """The version."""
+    tasks: int
+    """Held-out tasks."""
+    samples: int
+    """Samples per task."""
+    pass_at: int
+    """k."""
+    pass_rate: float
+    """pass@k over the tasks."""
+    low: float
+    """Lower end of its 95 % interval."""
+    high: float
+    """Upper end."""
+    reward_mean: float
+    """Mean reward of the graded samples."""
+    ungraded: int
+    """Samples without a reward; they are in no mean."""
+    per_task: tuple[float, ...]
+    """Mean reward per task, in task order, for paired comparisons; NaN where nothing was graded."""
+    seconds: float
+    """Seconds it took."""
+
+
+class WarmStartStepped(msgspec.Struct, frozen=True, tag="warm_start_stepped.1"):
+    """A supervised step before RL; its own counter."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Token-mean negative log-likelihood."""
+    tokens: int
+    """Tokens imitated."""
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag="checkpoint_saved.1"):
+    """A checkpoint is whole on disk."""
+
+    step: int
+    """Optimizer steps behind it."""
+    path: str
+    """Folder, relative to the run's."""
+    seconds: float
+    """Seconds it took."""
+
+
+class FaultSeen(msgspec.Struct, frozen=True, tag="fault_seen.1"):
+    """An infrastructure failure, typed at the boundary. Never a reward."""
+
+    component: str
+    """Which component."""
+    kind: str
+    """Kind of error."""
+    detail: str
+    """What a person needs."""
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag="run_ended.1"):
+    """This incarnation ended by itself."""
+
+    reason: str
+    """`steps`, `data`, `interrupted`, or the error."""
+    step: int
+    """Optimizer steps taken."""
+
+
+Event = (
+    IncarnationOpened
+    | GroupStarted
+    | TrajectoryEnded
+    | AttemptMoved
+    | OccurrenceClosed
+    | GroupDequeued
+    | LoopSampled
+    | StepTaken
+    | Published
+    | PublicationCancelled
+    | Evaluated
+    | WarmStartStepped
+    | CheckpointSaved
+    | FaultSeen
+    | RunEnded
+)
+"""Every kind of event."""
