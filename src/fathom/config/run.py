@@ -36,7 +36,7 @@ class TaskConfig(Section):
 
     kind: str
     """A built-in task family, or `package.module:ClassName` of one's own."""
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options, validated by the task's own model."""
     shuffle: bool = True
     """Draw tasks in a seeded order that differs from epoch to epoch."""

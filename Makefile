@@ -1,0 +1,40 @@
+# Everything a person or CI does with a checkout. Each target creates what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := dev,reasoning-gym,parquet,gguf,plot,tensorboard
+
+# Two small processes share the machine: more threads than cores would only wait for each other.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install demo test test-slow check bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $(STAMP)
+
+demo: install
+	$(BIN)/fathom demo
+
+test: install
+	$(BIN)/pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/pytest -m slow --timeout=1800
+
+check: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/fathom bench --help
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
