@@ -1,0 +1,1 @@
+"""Spreads requests over the engines that serve."""
