@@ -1,0 +1,165 @@
+"""The one forward that both users run: the engine to sample, the trainer to differentiate.
+
+Letters: T tokens of a packed forward, H hidden size, N rows of hidden states, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, final
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from fathom.core.errors import ConfigError, PayloadError
+from fathom.model.attention import ATTENTION_NAME, AttentionPlan
+from fathom.model.families import refuse_unsupported
+
+# Its bars would be drawn over the run's own progress.
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that others plan with."""
+
+    vocab_size: int
+    """Rows of the output head; some may belong to no token."""
+    layers: int
+    """Decoder layers, each with its own keys and values."""
+    kv_heads: int
+    """Key/value heads of a layer."""
+    head_dim: int
+    """Size of a head."""
+    max_positions: int
+    """Longest sequence the model was made for, in tokens."""
+    moe_layers: int
+    """Layers with routed experts."""
+
+
+@final
+class LanguageModel:
+    """A causal language model in evaluation mode: no dropout, for either user."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a `transformers` model. Raises ConfigError when its forward would not be right here."""
+        refuse_unsupported(model.config)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model.eval()
+        self._head = model.get_output_embeddings()
+        self.shape = _shape(model)
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: str) -> Self:
+        """Read a Hugging Face folder; nothing is fetched.
+
+        Raises:
+            ConfigError: the folder is missing or incomplete, or the model is not supported.
+        """
+        if not folder.is_dir():
+            raise ConfigError(f"no model folder {folder}; `fathom models fetch` makes one")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder {folder} has no config.json; give a Hugging Face model folder")
+        if not any(folder.glob("*.safetensors")):
+            raise ConfigError(f"model folder {folder} has no weights (*.safetensors); is its download complete?")
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            refuse_unsupported(config)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[kind]:
+                raise ConfigError(f"model folder {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))}")
+        return cls(model.to(device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the weights and of the hidden states."""
+        return self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._model.device
+
+    def hidden(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        """Final hidden states [T, H] of a packed forward. `token_ids` and `position_ids` are int64 [T]."""
+        output = self._model.base_model(
+            input_ids=token_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, plan=plan
+        )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, V] of hidden states [N, H]: the head is computed in the model's dtype, then cast."""
+        return self._head(hidden).float()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live tensors under their canonical names, ordered by name.
+
+        Parameters and persistent buffers; a tensor with several names (tied weights) appears under its first one.
+
+        Raises:
+            PayloadError: two tensors overlap in memory without being the same one.
+        """
+        named: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            named.setdefault(id(tensor), (name, tensor))
+        storages: dict[int, str] = {}
+        for name, tensor in named.values():
+            other = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+            if other != name:
+                raise PayloadError(f"tensors {other} and {name} share memory without being tied: they cannot be named")
+        return dict(sorted(named.values()))
+
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with these tensors from now on: pointers are swapped, nothing is copied, tied names follow.
+
+        Names, shapes, dtypes and devices must be those of `weights()`.
+
+        Raises:
+            PayloadError: a tensor is missing, unknown, misshapen, mistyped or elsewhere. The model is unchanged.
+        """
+        current = self.weights()
+        if faults := _faults(current, weights):
+            raise PayloadError("these weights do not fit the model: " + "; ".join(faults[:_SHOWN_FAULTS]))
+        for name, tensor in current.items():
+            tensor.data = weights[name].detach()
+
+    def save(self, folder: Path) -> None:
+        """Write config and weights (safetensors) in Hugging Face layout; the tokenizer is not the model's."""
+        self._model.save_pretrained(folder)
+
+
+_SHOWN_FAULTS = 5
+
+
+def _faults(current: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    faults = [f"{name} is missing" for name in current if name not in given]
+    faults += [f"{name} is unknown" for name in given if name not in current]
+    for name in current.keys() & given.keys():
+        want, got = current[name], given[name]
+        if (want.shape, want.dtype, want.device) != (got.shape, got.dtype, got.device):
+            faults.append(
+                f"{name} is {got.dtype} {list(got.shape)} on {got.device}, not {want.dtype} {list(want.shape)} "
+                f"on {want.device}"
+            )
+    return faults
+
+
+def _shape(model: PreTrainedModel) -> ModelShape:
+    config = model.config
+    return ModelShape(
+        vocab_size=config.vocab_size,
+        layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=model.base_model.layers[0].self_attn.head_dim,
+        max_positions=config.max_position_embeddings,
+        moe_layers=0,
+    )
