@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fathom.config.families import Dtype, OnStale, Schedule
 from fathom.config.section import Section
@@ -94,11 +92,3 @@ class StalenessConfig(Section):
     def kv_bound(self) -> int:
         """The bound on KV age."""
         return self.max_staleness if self.max_kv_staleness is None else self.max_kv_staleness
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.kv_bound < self.publish_every - 1:
-            raise ValueError(
-                f"max_kv_staleness {self.kv_bound} is below publish_every - 1: all tokens would be too old"
-            )
-        return self

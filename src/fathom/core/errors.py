@@ -62,6 +62,10 @@ class PayloadError(FathomError):
     """A publication is wrong in itself (manifest, names, digest): it is cancelled and the parent goes on serving."""
 
 
+class DeliveryError(FathomError):
+    """A version, right in itself, was not delivered: no room for it, or fewer engines than required took it."""
+
+
 class BooksError(FathomError):
     """The books do not balance. No optimizer step is taken."""
 

@@ -182,6 +182,8 @@ class VerifyReport(msgspec.Struct, frozen=True, tag="verify.1"):
     """How it is known."""
     verify_s: float
     """Seconds it took."""
+    wrong: tuple[str, ...] = ()
+    """Names of tensors that differ from the manifest, for people. Empty also where the engine cannot tell."""
 
 
 class CommitReport(msgspec.Struct, frozen=True, tag="commit.1"):

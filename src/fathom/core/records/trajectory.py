@@ -228,10 +228,12 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, tag="trajectory.1"):
 
 
 class Trajectory(msgspec.Struct, frozen=True, tag="trajectory_record.1"):
-    """One episode, one attempt: header and payload. Its content hash is kept by the ledger."""
+    """One episode, one attempt. Its content hash is kept by the ledger."""
 
     header: TrajectoryHeader
+    """What is known besides the payload."""
     payload: Payload
+    """Its tokens."""
 
 
 def _check_branch(branch: TokenBranch) -> None:

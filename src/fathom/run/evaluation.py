@@ -1,0 +1,112 @@
+"""Evaluation: held-out tasks at one pinned version, with its own sampling and its own numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from fathom.config.run import EvalConfig
+from fathom.core.ids import GroupId, Occurrence, PolicyVersion
+from fathom.core.ports.environment import Task
+from fathom.core.records.sampling import Purpose, SamplingParams
+from fathom.core.records.trajectory import Graded, Trajectory
+from fathom.ledger.events import Evaluated
+from fathom.rollout.episode import EpisodePlan, EpisodeRunner
+from fathom.run.seeds import request_seed
+
+PASSING_REWARD = 1.0
+"""A sample passes when its reward is at least this."""
+_EVALUATION_STREAM = 1 << 32
+"""Keeps evaluation seeds apart from those of rollouts."""
+
+
+@final
+class Evaluator:
+    """Evaluates one version on fixed tasks with fixed seeds, so that two evaluations are paired by task."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        runner: EpisodeRunner,
+        tasks: Sequence[tuple[Task, np.ndarray]],
+        *,
+        max_new_tokens: int,
+        concurrency: int,
+        seed: int,
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._tasks = tasks
+        self._max_new_tokens = max_new_tokens
+        self._slots = asyncio.Semaphore(concurrency)
+        self._seed = seed
+
+    async def evaluate(self, version: PolicyVersion) -> Evaluated:
+        """Sample every task `samples` times by exactly `version`; an update of the weights does not disturb it."""
+        started = time.monotonic()
+        samples = self._config.samples
+        episodes = [self._episode(version, place, k) for place in range(len(self._tasks)) for k in range(samples)]
+        ended = await asyncio.gather(*episodes)
+        by_task = [ended[start : start + samples] for start in range(0, len(ended), samples)]
+        return self._summary(version, by_task, time.monotonic() - started)
+
+    async def _episode(self, version: PolicyVersion, place: int, sample: int) -> Trajectory:
+        task, prompt_ids = self._tasks[place]
+        plan = EpisodePlan(
+            group=GroupId(f"eval/{version.name}/{place}"),
+            member=sample,
+            occurrence=Occurrence(epoch=0, index=place),
+            attempt=0,
+            task=task,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(temperature=self._config.temperature),
+            max_new_tokens=self._max_new_tokens,
+            seed=request_seed(self._seed, _EVALUATION_STREAM + place, sample, 0),
+            priority=place,
+            purpose=Purpose.EVALUATION,
+            pinned=version,
+            barrier=None,
+        )
+        async with self._slots:
+            return await self._runner.run(plan)
+
+    def _summary(self, version: PolicyVersion, by_task: list[list[Trajectory]], seconds: float) -> Evaluated:
+        rewards = [[t.header.reward.total for t in task if isinstance(t.header.reward, Graded)] for task in by_task]
+        graded = [task for task in rewards if len(task) >= self._config.pass_at]
+        passes = [pass_at_k([reward >= PASSING_REWARD for reward in task], self._config.pass_at) for task in graded]
+        low, high = wilson_interval(sum(passes), len(passes))
+        flat = [reward for task in rewards for reward in task]
+        return Evaluated(
+            version=version,
+            tasks=len(by_task),
+            samples=self._config.samples,
+            pass_at=self._config.pass_at,
+            pass_rate=sum(passes) / len(passes) if passes else math.nan,
+            low=low,
+            high=high,
+            reward_mean=sum(flat) / len(flat) if flat else math.nan,
+            ungraded=sum(len(task) for task in by_task) - len(flat),
+            per_task=tuple(sum(task) / len(task) if task else math.nan for task in rewards),
+            seconds=seconds,
+        )
+
+
+def pass_at_k(passed: Sequence[bool], k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples passes, from n >= k samples (arXiv 2107.03374)."""
+    n, failures = len(passed), len(passed) - sum(passed)
+    return 1.0 - math.comb(failures, k) / math.comb(n, k)
+
+
+def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % Wilson score interval of a rate; conservative where successes are fractional (pass@k of several samples)."""
+    if n == 0:
+        return math.nan, math.nan
+    rate = successes / n
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)

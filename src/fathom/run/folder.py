@@ -1,0 +1,97 @@
+"""Where a run lives on disk, and the lock that keeps two processes from writing it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import final
+
+from fathom.config.load import parse_config
+from fathom.config.run import RunConfig
+from fathom.core.errors import ConfigError
+
+
+@final
+class RunFolder:
+    """Paths of one run: config, ledger, checkpoints, logs, tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.ledger = path / "ledger"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        self.publications = path / "publications"
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunFolder:
+        """Make a new folder `runs_dir/name-YYYYmmdd-HHMMSS` with the resolved config in it, and lock it.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        base = Path(config.runs_dir) / f"{config.name}-{stamp}"
+        for attempt in range(100):
+            path = base if attempt == 0 else base.with_name(f"{base.name}-{attempt}")
+            try:
+                path.mkdir(parents=True, exist_ok=False)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"runs_dir {config.runs_dir!r} cannot be written: {error}") from None
+            folder = cls(path)
+            for part in (folder.ledger, folder.checkpoints, folder.logs):
+                part.mkdir()
+            folder.config_file.write_text(config.model_dump_json(indent=2, exclude_unset=True), encoding="utf-8")
+            folder.lock()
+            return folder
+        raise ConfigError(f"no free folder name like {base}; remove old runs or choose another name")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run's folder, locked for this process. Raises ConfigError when it is none or is in use."""
+        folder = cls(path)
+        if not folder.config_file.is_file():
+            raise ConfigError(f"{path} is not a run's folder (no config.json in it)")
+        folder.lock()
+        return folder
+
+    def config(self) -> RunConfig:
+        """The config the run was started with."""
+        return parse_config(json.loads(self.config_file.read_text(encoding="utf-8")), str(self.config_file))
+
+    def lock(self) -> None:
+        """Hold the run for this process; the kernel lets go when the process ends, however it ends."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ConfigError(f"{self.path} is in use by another process; stop it first") from None
+        self._lock = handle
+
+    def unlock(self) -> None:
+        """Let go of the run. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint. None: none yet. A folder is complete once it has its final name."""
+        steps = sorted(self.checkpoints.glob("step-*"), key=lambda path: path.name)
+        return steps[-1] if steps else None
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that holds `path` or its nearest existing parent."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    status = os.statvfs(existing)
+    return status.f_bavail * status.f_frsize
