@@ -1,0 +1,117 @@
+"""Weights in shared memory, for engines on the same host."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fathom.core.errors import DeliveryError
+from fathom.core.ids import PolicyVersion
+from fathom.core.manifest import Manifest, SharedMemorySource
+from fathom.sync.digest import byte_view
+
+MEMORY_FOLDER = Path("/dev/shm")
+_PREFIX = "fathom-weights-"
+
+
+@final
+class SharedTransport:
+    """Versions lie in memory-mapped files that are reused: the first touch of a page is far dearer than a copy.
+
+    With one version serving and the next on its way there are two files, used in turn. A file is private to the user
+    (mode 0600), has an unguessable name, and is locked for as long as its owner lives, so that the files of a
+    killed process are recognised and removed by the next transport that opens in the same folder.
+    """
+
+    def __init__(self, run_folder: Path, memory_folder: Path = MEMORY_FOLDER) -> None:
+        """Lay the files in `memory_folder`, or in `run_folder` where the host has no such folder."""
+        self._folder = memory_folder if memory_folder.is_dir() else run_folder
+        self._buffers: list[_Buffer] = []
+        _remove_orphans(self._folder)
+
+    def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> SharedMemorySource:
+        """Copy the tensors into a free file, in the manifest's layout."""
+        last = manifest.tensors[-1]
+        buffer = self._free_buffer(last.offset + last.size_bytes)
+        buffer.version = manifest.version
+        memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
+        for entry in manifest.tensors:
+            place = memory[entry.offset : entry.offset + entry.size_bytes]
+            place.copy_(byte_view(tensors[entry.name].detach().contiguous()))
+        return SharedMemorySource(path=str(buffer.path))
+
+    def release(self, version: PolicyVersion) -> None:
+        """Keep the file, for a later version to be written into."""
+        for buffer in self._buffers:
+            if buffer.version == version:
+                buffer.version = None
+
+    def close(self) -> None:
+        """Remove the files. A reader that has one open can finish."""
+        while self._buffers:
+            self._buffers.pop().close()
+
+    def _free_buffer(self, size_bytes: int) -> _Buffer:
+        free = [buffer for buffer in self._buffers if buffer.version is None]
+        for buffer in free:
+            if len(buffer.memory) == size_bytes:
+                return buffer
+            self._buffers.remove(buffer)
+            buffer.close()
+        self._buffers.append(_create(self._folder, size_bytes))
+        return self._buffers[-1]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Buffer:
+    """One mapped file. `version` is what it holds; None: it is free."""
+
+    path: Path
+    descriptor: int
+    memory: mmap.mmap
+    version: PolicyVersion | None = None
+
+    def close(self) -> None:
+        """Remove the file. The mapping itself ends with the last tensor that looks at it."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def _create(folder: Path, size_bytes: int) -> _Buffer:
+    path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.posix_fallocate(descriptor, 0, size_bytes)  # a full medium must raise here, not kill the process at a write
+        return _Buffer(path=path, descriptor=descriptor, memory=mmap.mmap(descriptor, size_bytes))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        raise DeliveryError(
+            f"no {size_bytes / 1e6:.0f} MB for a version in {folder} ({error}); make room there, "
+            "or set sync.transport = 'disk'"
+        ) from error
+
+
+def _remove_orphans(folder: Path) -> None:
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:  # its owner lives
+            continue
+        finally:
+            os.close(descriptor)
