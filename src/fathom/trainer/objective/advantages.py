@@ -1,0 +1,49 @@
+"""Advantages from the rewards of a group (`algorithms.md` D.1). Letters: G graded members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fathom.config.families import Advantage
+from fathom.core.ids import TrajectoryId
+from fathom.core.records.step import GroupBatch
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation by GRPO."""
+
+
+def grpo(rewards: torch.Tensor) -> torch.Tensor:
+    """(R - mean) / (std + 1e-6) with the sample standard deviation (G - 1 in its denominator). arXiv 2402.03300."""
+    return (rewards - rewards.mean()) / (rewards.std(correction=1) + STD_EPSILON)
+
+
+def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
+    """R - mean. arXiv 2503.20783."""
+    return rewards - rewards.mean()
+
+
+def rloo(rewards: torch.Tensor) -> torch.Tensor:
+    """R minus the mean of the others, which is G / (G - 1) * (R - mean). arXiv 2402.14740."""
+    size = len(rewards)
+    return (rewards - rewards.mean()) * (size / (size - 1))
+
+
+ADVANTAGES: dict[Advantage, Callable[[torch.Tensor], torch.Tensor]] = {
+    Advantage.GRPO: grpo,
+    Advantage.DR_GRPO: dr_grpo,
+    Advantage.RLOO: rloo,
+}
+"""Each takes float64 [G] with at least two different rewards."""
+
+
+def group_advantages(kind: Advantage, group: GroupBatch) -> dict[TrajectoryId, float]:
+    """Advantage of every graded member, whether or not it has rows: its reward was observed.
+
+    A group whose rewards are all equal, one member included, tells nothing apart: every advantage is exactly 0.
+    """
+    rewards = torch.tensor(list(group.rewards.values()), dtype=torch.float64)
+    constant = len(rewards) == 0 or bool((rewards == rewards[0]).all())
+    advantages = torch.zeros_like(rewards) if constant else ADVANTAGES[kind](rewards)
+    return dict(zip(group.rewards, advantages.tolist(), strict=True))
