@@ -1,0 +1,1 @@
+"""How the trainer computes: one module per way, all behind `port.Backend`."""

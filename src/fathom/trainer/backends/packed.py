@@ -1,0 +1,98 @@
+"""What one forward computes on. Letters: R rows, T input tokens of all rows, N tokens with loss of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import numpy as np
+
+from fathom.core.records.demonstration import Demonstration
+from fathom.core.records.row import Row
+from fathom.core.records.trajectory import KeptSets
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows laid end to end: each attends to itself alone and counts its positions from 0.
+
+    A row's input ends right before its last token with loss: nothing after that changes anything.
+    """
+
+    input_ids: np.ndarray
+    """int64 [T]: the rows' input tokens."""
+    position_ids: np.ndarray
+    """int64 [T]: place of each token in its own row."""
+    lengths: tuple[int, ...]
+    """[R]: input tokens of each row; they sum to T."""
+    sources: np.ndarray
+    """int64 [N]: indices in T whose outputs predict the tokens with loss: each the one before its target."""
+    targets: np.ndarray
+    """int64 [N]: ids of the tokens with loss."""
+    loss_lengths: tuple[int, ...]
+    """[R]: tokens with loss of each row; they sum to N."""
+    temperature: np.ndarray
+    """float32 [N]: what the logits are divided by."""
+    kept: KeptSets | None
+    """Kept sets of the N tokens. None: full vocabulary everywhere."""
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row]) -> Self:
+        """Pack training rows, at least one."""
+        return cls._lay(
+            [row.token_ids for row in rows],
+            [row.positions for row in rows],
+            temperature=np.concatenate([row.temperature for row in rows]),
+            kept=_joined_kept(rows),
+        )
+
+    @classmethod
+    def of_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
+        """Pack supervised data, at least one: temperature 1, full vocabulary."""
+        positions = [np.flatnonzero(demonstration.loss_mask) for demonstration in demonstrations]
+        return cls._lay(
+            [demonstration.token_ids for demonstration in demonstrations],
+            positions,
+            temperature=np.ones(sum(map(len, positions)), dtype=np.float32),
+            kept=None,
+        )
+
+    @classmethod
+    def _lay(
+        cls,
+        token_ids: Sequence[np.ndarray],
+        positions: Sequence[np.ndarray],
+        temperature: np.ndarray,
+        kept: KeptSets | None,
+    ) -> Self:
+        inputs = [ids[: places[-1]] for ids, places in zip(token_ids, positions, strict=True)]
+        lengths = [len(row) for row in inputs]
+        starts = np.cumsum([0, *lengths[:-1]])
+        sources = [start + places - 1 for start, places in zip(starts, positions, strict=True)]
+        targets = [ids[places] for ids, places in zip(token_ids, positions, strict=True)]
+        return cls(
+            input_ids=np.concatenate(inputs).astype(np.int64),
+            position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+            lengths=tuple(lengths),
+            sources=np.concatenate(sources).astype(np.int64),
+            targets=np.concatenate(targets).astype(np.int64),
+            loss_lengths=tuple(len(places) for places in positions),
+            temperature=temperature,
+            kept=kept,
+        )
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cut an array [N] back into the rows' parts."""
+        return np.split(values, np.cumsum(self.loss_lengths)[:-1])
+
+
+def _joined_kept(rows: Sequence[Row]) -> KeptSets | None:
+    """The rows' kept sets end to end; rows without any count as *full* (empty ranges)."""
+    if all(row.kept is None for row in rows):
+        return None
+    widths = [np.zeros(len(row.positions), np.int64) if row.kept is None else np.diff(row.kept.offsets) for row in rows]
+    ids = [row.kept.ids for row in rows if row.kept is not None]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(widths))]).astype(np.int64)
+    return KeptSets(offsets=offsets, ids=np.concatenate(ids).astype(np.int32))

@@ -1,0 +1,82 @@
+"""What the loop asks of a backend, whatever it computes with and on however many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fathom.config.trainer import OptimizerConfig
+from fathom.trainer.backends.packed import PackedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an update did."""
+
+    applied: bool
+    """False: the gradient was not finite; weights and optimizer are unchanged."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate."""
+
+
+class Backend(Protocol):
+    """A policy under training. Letters: N tokens with loss of a packed forward.
+
+    A phase (the supervised warm start, or RL) has its own optimizer and its own step counter. Gradients of `accumulate`
+    add up until `update` or `discard` consumes them.
+    """
+
+    @property
+    def step(self) -> int:
+        """Updates applied in this phase."""
+        ...
+
+    def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
+        """Start a phase of `steps` planned updates: counter 0, fresh moments, no gradient."""
+        ...
+
+    def logprobs(self, rows: PackedRows) -> Tensor:
+        """float32 [N] on the CPU: log-probabilities under the current weights."""
+        ...
+
+    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], Tensor]) -> None:
+        """One forward and one backward.
+
+        `loss_of` gets the log-probabilities (float32 [N], differentiable, on `device`) and returns a scalar; its
+        gradient is added.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        ...
+
+    def update(self) -> Update:
+        """Clip, step by the accumulated gradient if it is finite, and forget it."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The cast tensors that the forward uses and that are published, live, by canonical name."""
+        ...
+
+    def keep_reference(self) -> None:
+        """Freeze the current weights as the KL reference."""
+        ...
+
+    def reference_logprobs(self, rows: PackedRows) -> Tensor:
+        """float32 [N] on the CPU: log-probabilities under the reference. Never between a forward and its backward."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything that a later `load` needs to go on bit for bit. No pickle."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Become what was saved. Raises CheckpointError."""
+        ...

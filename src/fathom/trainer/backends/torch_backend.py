@@ -1,0 +1,148 @@
+"""One process, one device, plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fathom.config.families import Dtype
+from fathom.config.trainer import OptimizerConfig, TrainerConfig
+from fathom.core.errors import CheckpointError
+from fathom.model.attention import PackedAttention
+from fathom.model.language_model import LanguageModel
+from fathom.model.logprobs import head_logprobs
+from fathom.trainer.backends.adamw import AdamW
+from fathom.trainer.backends.masters import masters_of, zero_gradients
+from fathom.trainer.backends.packed import PackedRows
+from fathom.trainer.backends.port import Update
+from fathom.trainer.backends.reference import ReferencePolicy
+from fathom.trainer.backends.schedule import learning_rate
+from fathom.trainer.backends.state import MODEL_FOLDER, TrainerState, copy_into, read_state, write_state
+
+_DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+@final
+class TorchBackend:
+    """See `port.Backend`. The same inputs on the same machine class and thread count give the same bits."""
+
+    def __init__(self, model_folder: Path, config: TrainerConfig) -> None:
+        """Load a Hugging Face folder in `config.dtype` on `config.device`, and begin the RL phase.
+
+        Sets the process's number of torch threads. Raises ConfigError when the model cannot be loaded.
+        """
+        torch.set_num_threads(config.threads)
+        self._dtype = _DTYPES[config.dtype]
+        self._model = LanguageModel.load(model_folder, self._dtype, config.device)
+        self._masters = masters_of(self._model.weights())
+        self._reference: ReferencePolicy | None = None
+        self.begin_phase(config.optimizer, config.steps)
+
+    @property
+    def step(self) -> int:
+        """Updates applied in this phase."""
+        return self._step
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """float32 masters by name; with a float32 forward the parameters themselves."""
+        return self._masters.tensors
+
+    def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
+        """See `port.Backend`."""
+        self._config, self._steps, self._step = optimizer, steps, 0
+        self._adamw = AdamW(self._masters.tensors, optimizer)
+        self.discard()
+
+    def logprobs(self, rows: PackedRows) -> Tensor:
+        """See `port.Backend`."""
+        with torch.no_grad():
+            return self._forward(rows).cpu()
+
+    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], Tensor]) -> None:
+        """See `port.Backend`."""
+        loss_of(self._forward(rows)).backward()
+
+    def discard(self) -> None:
+        """See `port.Backend`."""
+        zero_gradients(self._masters.tensors)
+
+    def update(self) -> Update:
+        """See `port.Backend`."""
+        masters = list(self._masters.tensors.values())
+        lr = learning_rate(self._config, self._step, self._steps)
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm))
+        applied = math.isfinite(norm)
+        if applied:
+            self._adamw.step(lr)
+            self._masters.publish()
+            self._step += 1
+        self.discard()
+        return Update(applied=applied, grad_norm=norm, lr=lr)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """See `port.Backend`."""
+        return self._model.weights()
+
+    def keep_reference(self) -> None:
+        """See `port.Backend`."""
+        self._reference = ReferencePolicy(self.weights())
+
+    def reference_logprobs(self, rows: PackedRows) -> Tensor:
+        """See `port.Backend`."""
+        if self._reference is None:
+            raise RuntimeError("no reference is kept: call keep_reference() where RL starts")
+        with self._reference.takes_over(self._model):
+            return self.logprobs(rows)
+
+    def save(self, folder: Path) -> None:
+        """See `port.Backend`. Leaves `model/`, `*.safetensors` and `trainer.json` in `folder`, which is made."""
+        self._model.save(folder / MODEL_FOLDER)
+        state = TrainerState(
+            step=self._step,
+            masters=self._masters.tensors if self._masters.separate else None,
+            optimizer=self._adamw.state(),
+            reference=self._reference.weights if self._reference is not None else None,
+        )
+        write_state(folder, state)
+
+    def load(self, folder: Path) -> None:
+        """See `port.Backend`."""
+        state = read_state(folder)
+        if (state.masters is not None) is not self._masters.separate:
+            raise CheckpointError(f"checkpoint {folder} was made with another trainer.dtype than {self._dtype}")
+        saved = LanguageModel.load(folder / MODEL_FOLDER, self._dtype, "cpu").weights()
+        copy_into(self.weights(), saved, "the saved weights")
+        if state.masters is not None:
+            copy_into(self._masters.tensors, state.masters, "the saved masters")
+            self._masters.publish()
+            self._refuse_other_cast(saved, folder)
+        self._adamw.restore(state.optimizer)
+        self._reference = ReferencePolicy(self._on_device(state.reference)) if state.reference is not None else None
+        self._step = state.step
+        self.discard()
+
+    def _forward(self, rows: PackedRows) -> Tensor:
+        """float32 [N] on the device; the head is computed for tokens with loss alone."""
+        plan = PackedAttention(rows.lengths)
+        hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan)
+        chosen = hidden.index_select(0, self._tensor(rows.sources))
+        targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
+        return head_logprobs(self._model, chosen, targets, temperature, rows.kept)
+
+    def _refuse_other_cast(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        weights = self.weights()
+        if wrong := [name for name, tensor in saved.items() if not torch.equal(tensor, weights[name].cpu())]:
+            raise CheckpointError(f"checkpoint {folder}: model and masters disagree on {wrong[:5]}; it is damaged")
+
+    def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device)

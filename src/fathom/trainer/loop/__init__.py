@@ -1,0 +1,1 @@
+"""Batches through a backend, step by step."""

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_rows import make_row
+
+from fathom.trainer.backends.packed import PackedRows
+from fathom.trainer.loop.packing import micro_batches, mini_batches
+
+_SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 6)), max_size=24)
+"""(prompt, sampled, trajectory) of each row."""
+
+
+def _rows(shapes):
+    rng = np.random.default_rng(0)
+    return [make_row(rng, f"t{t}", prompt=p, sampled=s, branch=i) for i, (p, s, t) in enumerate(shapes)]
+
+
+@given(_SHAPES, st.integers(1, 80))
+def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(shapes, budget):
+    rows = _rows(shapes)
+    batches = micro_batches(rows, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
+    for batch in batches:
+        assert len(batch) == 1 or sum(len(rows[index].token_ids) for index in batch) <= budget
+
+
+@given(_SHAPES, st.integers(1, 80))
+def test_rows_of_a_trajectory_stay_together_where_they_fit(shapes, budget):
+    rows = _rows(shapes)
+    home = {index: number for number, batch in enumerate(micro_batches(rows, budget)) for index in batch}
+    for trajectory in {row.trajectory for row in rows}:
+        own = [index for index, row in enumerate(rows) if row.trajectory == trajectory]
+        if sum(len(rows[index].token_ids) for index in own) <= budget:
+            assert len({home[index] for index in own}) == 1
+
+
+@given(_SHAPES, st.integers(1, 5))
+def test_mini_batches_keep_trajectories_whole_and_balance_tokens(shapes, parts):
+    rows = _rows(shapes)
+    batches = mini_batches(rows, parts)
+    assert len(batches) == parts
+    assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
+    for trajectory in {row.trajectory for row in rows}:
+        assert sum(any(rows[index].trajectory == trajectory for index in batch) for batch in batches) == 1
+    sizes = [sum(len(rows[index].token_ids) for index in batch) for batch in batches]
+    trajectories = {row.trajectory for row in rows}
+    largest = max((sum(len(r.token_ids) for r in rows if r.trajectory == t) for t in trajectories), default=0)
+    assert max(sizes) - min(sizes) <= largest
+
+
+def test_micro_batches_of_equal_rows_fill_the_budget():
+    rng = np.random.default_rng(0)
+    rows = [make_row(rng, f"t{i}", prompt=5, sampled=5) for i in range(8)]
+    assert [len(batch) for batch in micro_batches(rows, 40)] == [4, 4]
+
+
+def test_packed_rows_point_each_target_at_the_token_before_it():
+    rng = np.random.default_rng(0)
+    rows = [make_row(rng, "a", prompt=3, sampled=2, kept=True), make_row(rng, "b", prompt=1, sampled=4)]
+    packed = PackedRows.of_rows(rows)
+    assert packed.lengths == (4, 4)
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert packed.sources.tolist() == [2, 3, 4, 5, 6, 7]
+    assert packed.targets.tolist() == [*rows[0].token_ids[3:], *rows[1].token_ids[1:]]
+    assert packed.kept is not None
+    assert packed.kept.of(1).tolist() == rows[0].kept.of(1).tolist()
+    assert packed.kept.of(2) is None
+    assert [len(part) for part in packed.split(packed.temperature)] == [2, 4]
+
+
+def test_packing_no_rows_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        PackedRows.of_rows([])
