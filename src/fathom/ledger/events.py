@@ -6,7 +6,7 @@ import msgspec
 
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
 from fathom.core.records.states import AttemptState, Fate
-from fathom.core.records.step import Mismatch, MismatchSlice, StepMetrics
+from fathom.core.records.step import Mismatch, MismatchSlice, RowOutcome, StepMetrics
 
 
 class IncarnationOpened(msgspec.Struct, frozen=True, tag="incarnation_opened.1"):
@@ -133,6 +133,13 @@ class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
     """Root digest of the cast weights after the step."""
     waited_s: float
     """Seconds the trainer waited for the batch."""
+
+
+class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):
+    """The rows of one step, as they lie in the container beside its `StepTaken`."""
+
+    rows: tuple[RowOutcome, ...]
+    """In batch order."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="published.1"):
