@@ -57,14 +57,10 @@ class PackedAttention:
             raise ValueError(f"the plan covers {self._tokens} tokens, the forward has {query.shape[2]}")
         parts: list[Tensor] = []
         for start, count, length in self._runs:
-            batch = [_unpack(tensor, start, count, length) for tensor in (query, key, value)]
-            parts.append(_repack(causal_attention(*batch, scaling)))
+            queries, keys, values = (_unpack(tensor, start, count, length) for tensor in (query, key, value))
+            mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+            parts.append(_repack(mixed))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Causal attention of whole sequences: query [B, Hq, T, D], key and value [B, Hkv, T, D] to [B, Hq, T, D]."""
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -32,7 +32,7 @@ _IGNORED_WHEN_SET = (
 """Entries of a config that change the forward of other families; these families' definitions would not notice them."""
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest sequence of the batch: a token's value would depend on its neighbours."""
+"""Rotary embeddings that depend on the longest sequence in a batch: a token would depend on its neighbours."""
 
 
 def refuse_unsupported(config: PretrainedConfig) -> ModelFamily:

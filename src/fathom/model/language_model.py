@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -50,7 +50,9 @@ class LanguageModel:
         refuse_unsupported(model.config)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model.eval()
-        self._head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal language model has an output head"
+        self._head = head
         self.shape = _shape(model)
 
     @classmethod
@@ -69,11 +71,12 @@ class LanguageModel:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             refuse_unsupported(config)
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
+        model, report = loaded
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise ConfigError(f"model folder {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))}")
@@ -155,11 +158,12 @@ def _faults(current: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[
 
 def _shape(model: PreTrainedModel) -> ModelShape:
     config = model.config
+    entries = config.to_dict()
     return ModelShape(
         vocab_size=config.vocab_size,
         layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
-        head_dim=model.base_model.layers[0].self_attn.head_dim,
+        head_dim=entries.get("head_dim") or config.hidden_size // config.num_attention_heads,
         max_positions=config.max_position_embeddings,
         moe_layers=0,
     )

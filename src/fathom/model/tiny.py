@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -66,6 +66,9 @@ def _save_tokenizer(vocabulary: dict[str, int], folder: Path) -> None:
     tokenizer = Tokenizer(WordLevel(vocabulary))  # no unknown token: a character it does not know is an error
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
     tokenizer.add_special_tokens([PAD, BOS, EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
     description = {
