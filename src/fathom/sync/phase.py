@@ -1,0 +1,63 @@
+"""One step of the protocol on several engines at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Generic, TypeVar, final
+
+from fathom.core.errors import EngineRefusedError, PayloadError
+from fathom.core.ids import EngineId
+from fathom.core.ports.faults import Faults
+from fathom.sync.receiver import Receiver
+
+T = TypeVar("T")
+
+
+@final
+class Phase(Generic[T]):
+    """Calls engines concurrently, each under the same deadline, and sorts what comes back.
+
+    After `run`, each engine called is in exactly one of `answers`, `refused` and `failed`. When `run` is cancelled,
+    those that had not answered by then are in none of them.
+    """
+
+    def __init__(self, name: str, timeout_s: float, faults: Faults) -> None:
+        """`faults` reaches `<name>.before.<engine>`, and `<name>.after.<engine>` when the answer is in."""
+        self._name = name
+        self._timeout_s = timeout_s
+        self._faults = faults
+        self.answers: dict[EngineId, T] = {}
+        """What the engines that did it said."""
+        self.refused: dict[EngineId, str] = {}
+        """Why an engine says the version is wrong. The engine itself is well."""
+        self.failed: dict[EngineId, str] = {}
+        """Why an engine is not to be trusted: it raised, or did not answer in time."""
+        self.slowest_s = 0.0
+        """Seconds the slowest of the engines that answered took."""
+
+    async def run(self, engines: Iterable[Receiver], call: Callable[[Receiver], Awaitable[T]]) -> None:
+        """Return when every engine answered, refused or failed: at the latest after the deadline."""
+        await asyncio.gather(*(self._attempt(engine, call) for engine in engines))
+
+    def reason(self, engine: EngineId) -> str:
+        """Why this engine did not answer."""
+        return self.refused.get(engine) or self.failed.get(engine) or f"its {self._name} was interrupted"
+
+    async def _attempt(self, engine: Receiver, call: Callable[[Receiver], Awaitable[T]]) -> None:
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._faults.reach(f"{self._name}.before.{engine.id}")
+                answer = await call(engine)
+                await self._faults.reach(f"{self._name}.after.{engine.id}")
+        except (PayloadError, EngineRefusedError) as error:
+            self.refused[engine.id] = f"{self._name}: {error}"
+        except TimeoutError:
+            self.failed[engine.id] = f"{self._name} did not end within {self._timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine raises, it is the engine that failed
+            self.failed[engine.id] = f"{self._name} failed: {type(error).__name__}: {error}"
+        else:
+            self.answers[engine.id] = answer
+            self.slowest_s = max(self.slowest_s, time.perf_counter() - started)
