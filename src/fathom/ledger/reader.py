@@ -139,9 +139,9 @@ class LedgerReader:
         """Every use of rows of a trajectory."""
         return self._uses("u.trajectory = ?", (trajectory,), include_undone)
 
-    def rows(self, *, include_undone: bool = False) -> list[RowUse]:
+    def rows(self, *, until: int | None = None, include_undone: bool = False) -> list[RowUse]:
         """Every row of every step."""
-        return self._uses("1", (), include_undone)
+        return self._uses("1", (), include_undone, until)
 
     def outcomes(self, seq: int) -> tuple[RowOutcome, ...]:
         """The rows of the `StepTaken` at `seq` with their arrays, by place in the batch."""
@@ -164,8 +164,10 @@ class LedgerReader:
         """Time the writers of this ledger spent in it, all incarnations together."""
         return float(self._query("SELECT coalesce(sum(seconds), 0) FROM written")[0][0])
 
-    def _uses(self, condition: str, values: Iterable[Any], include_undone: bool) -> list[RowUse]:
-        survives = "1" if include_undone else _within("u.seq", self.lineage())
+    def _uses(
+        self, condition: str, values: Iterable[Any], include_undone: bool, until: int | None = None
+    ) -> list[RowUse]:
+        survives = "1" if include_undone else _within("u.seq", self.lineage(until))
         rows = self._query(f"{_USE} WHERE {condition} AND {survives} ORDER BY u.seq, u.place", values)
         return [_use(row) for row in rows]
 
