@@ -159,11 +159,10 @@ def test_without_an_old_pass_the_first_step_is_the_same():
         logp = theta()
         terms = micro_batch_loss(config, prepare_step(config, tokens), logp)
         terms.loss.backward()
-        results.append((terms.loss, logp.grad, terms.gate.mask_codes, terms.gate.weights, terms.sums))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0) if isinstance(one, torch.Tensor) else None
-    assert results[0][-1] == results[1][-1]
-    assert results[0][-1].tokens < 9
+        assert logp.grad is not None
+        results.append((terms.sums, logp.grad.tolist(), terms.gate.mask_codes.tolist(), terms.gate.weights.tolist()))
+    assert results[0] == results[1]
+    assert 0 < results[0][0].tokens < 9, "something is popped, something is trained"
 
 
 def test_which_configs_need_an_old_pass():

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
 from fathom.config.families import Aggregation
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
     """What the losses of one optimizer step are divided by; known before its first micro-batch."""

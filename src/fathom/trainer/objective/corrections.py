@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 
@@ -22,6 +23,7 @@ SEQUENCE_FORMS = frozenset({Correction.SEQUENCE_TIS, Correction.SEQUENCE_MIS, Co
 """Corrections by the ratio of a whole trajectory: all its tokens share one weight."""
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """What a correction looks at."""
@@ -39,6 +41,7 @@ class SampledTokens:
         return sums, torch.bincount(self.sequence, minlength=self.sequences)
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
     """What a correction makes of the tokens. A token is in the gradient unless popped or vetoed."""
@@ -143,8 +146,8 @@ def mean_weight(weights: torch.Tensor, tokens: SampledTokens, counted: torch.Ten
 def weigh(config: ObjectiveConfig, tokens: SampledTokens) -> Weighting:
     """The configured correction, then the veto, then the normalisation.
 
-    The mean weight is taken over what the loss's denominator counts (all tokens, or the kept ones), so that the
-    normalised loss is sum(w l) / sum(w) under either convention.
+    The mean weight is taken over what the loss's denominator counts, all tokens or the kept ones: with token weights
+    and the token mean, the normalised loss is then sum(w l) / sum(w) under either convention.
     """
     weighting = CORRECTIONS[config.correction](tokens, config.correction_low, config.correction_high)
     if config.veto is not None:

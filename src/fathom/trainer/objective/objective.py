@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -14,6 +15,7 @@ from fathom.trainer.objective.plan import Gate, StepPlan, gate_tokens
 from fathom.trainer.objective.policy_loss import PROXIMALS, beyond_limit, clipped_policy_loss
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
     """Sums and counts of some tokens. Those of the micro-batches add up to those of the step."""
@@ -45,6 +47,7 @@ class LossSums:
         )
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
     """What a micro-batch contributes to its optimizer step."""
@@ -87,10 +90,11 @@ def micro_batch_loss(config: ObjectiveConfig, plan: StepPlan, logp: torch.Tensor
     kl_sum = 0.0
     if tokens.logp_ref is not None:
         logp_ref = tokens.logp_ref[kept]
-        kl = kl_loss(config.kl_estimator, kept_logp, logp_ref)
-        token_loss = token_loss + config.kl_coefficient * weights * policy.ratio.clamp(max=1 + config.clip_high) * kl
+        importance = weights * policy.ratio.clamp(max=1 + config.clip_high)
+        kl = kl_loss(config.kl_estimator, kept_logp, logp_ref, importance)
+        token_loss = token_loss + config.kl_coefficient * kl
         beyond |= beyond_limit(kept_logp.detach() - logp_ref)
-        kl_sum = float(kl.detach().sum())
+        kl_sum = float(kl_loss(config.kl_estimator, kept_logp.detach(), logp_ref).sum())
 
     coefficients = AGGREGATIONS[config.aggregation](plan.denominators, tokens.sequence[kept], config.constant_length)
     loss = (coefficients.to(token_loss.dtype) * token_loss).sum()

@@ -7,6 +7,7 @@ micro-batch. Denominators, and weights that depend on other tokens, are those of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 
@@ -23,6 +24,7 @@ MASK_CODES = {reason: code for code, reason in enumerate(MaskReason)}
 """Mask code of every reason, as `RowOutcome.mask_codes` records it."""
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
     """The tokens with loss of an optimizer step, or some of them. Floats share one dtype; nothing has a gradient."""
@@ -62,6 +64,7 @@ class StepTokens:
         )
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """Which tokens have a gradient, why the others have none, and the weight of each."""
@@ -108,6 +111,7 @@ class Gate:
         )
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Everything but the forward."""
@@ -175,8 +179,9 @@ def gate_tokens(config: ObjectiveConfig, tokens: StepTokens, logp_old: torch.Ten
 def prepare_step(config: ObjectiveConfig, tokens: StepTokens) -> StepPlan:
     """The plan of a whole optimizer step.
 
-    Denominators count every token that `mask_truncated` leaves (`ALL`) or only those in the gradient (`KEPT`). B counts
-    all trajectories under both: none is lost from it by being rejected.
+    Denominators count every token that `mask_truncated` leaves (`ALL`) or only those in the gradient (`KEPT`). Under
+    `ALL` a token that is not finite counts too, so that the loss does not depend on whether there was an old pass. B
+    counts all trajectories under both.
 
     Raises:
         ValueError: an array that the config calls for is missing, or the tokens' trajectories are out of range.

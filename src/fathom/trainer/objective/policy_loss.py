@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -23,6 +24,7 @@ def beyond_limit(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.abs() > LOG_RATIO_LIMIT
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """Loss of each token, before weights and aggregation."""
