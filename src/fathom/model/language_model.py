@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -74,7 +75,7 @@ class LanguageModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
         model, report = loaded
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -10,44 +10,53 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fathom.core.errors import RecordError
 from fathom.core.records.trajectory import KeptSets
 from fathom.model.language_model import LanguageModel
 
-_CHUNK_BYTES = 64 * 2**20
-"""Size of one float32 [rows, V] block. About four such blocks live at a time."""
+BLOCK_BYTES = 64 * 2**20
+"""Size of one float32 [rows, V] block of logits. About four of this size live at a time."""
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None) -> Tensor:
     """Log-probabilities of tokens under the distribution they were sampled from. Differentiable.
 
-    `log softmax(logits / temperature)[token]`, the softmax taken over the token's kept set (`algorithms.md` B.5).
+    `log softmax(logits / temperature)[token]`, the softmax taken over the token's kept set.
 
     Args:
         logits: float32 [N, V].
-        token_ids: int64 [N], each in its own kept set.
+        token_ids: int64 [N].
         temperature: float32 [N], > 0.
         kept: kept sets of the N tokens. None, or an empty range: the full vocabulary.
 
     Returns:
         float32 [N], finite for finite logits, at most 0.
+
+    Raises:
+        RecordError: a token is not in its own kept set, so it cannot have been sampled from it.
     """
     if logits.dtype != torch.float32:
         raise TypeError(f"log-probabilities are computed in float32, got logits in {logits.dtype}")
     scaled = logits / temperature.unsqueeze(1)
     chosen = scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    normaliser = torch.logsumexp(scaled, dim=1) if kept is None else _kept_logsumexp(scaled, kept)
+    normaliser = torch.logsumexp(scaled, dim=1) if kept is None else _kept_logsumexp(scaled, token_ids, kept)
     # The difference is at most 0 but for rounding.
     return (chosen - normaliser).clamp(max=0.0)
 
 
 def head_logprobs(
-    model: LanguageModel, hidden: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None
+    model: LanguageModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor,
+    kept: KeptSets | None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
     """`token_logprobs` of hidden states [N, H], without ever holding logits of all N tokens.
 
     Blocks of rows are computed one by one; where a gradient is needed, their logits are computed again in the backward.
     """
-    rows = max(1, _CHUNK_BYTES // (4 * model.shape.vocab_size))
+    rows = max(1, block_bytes // (4 * model.shape.vocab_size))
     parts: list[Tensor] = []
     for start in range(0, len(hidden), rows):
         block = slice(start, start + rows)
@@ -64,7 +73,7 @@ def _head_block(
     return token_logprobs(model.logits(hidden), token_ids, temperature, kept)
 
 
-def _kept_logsumexp(scaled: Tensor, kept: KeptSets) -> Tensor:
+def _kept_logsumexp(scaled: Tensor, token_ids: Tensor, kept: KeptSets) -> Tensor:
     """float32 [N]: the normaliser of each row over its kept ids, or over all where the range is empty."""
     counts = np.diff(kept.offsets)
     normaliser = scaled.new_empty(len(counts))
@@ -74,8 +83,10 @@ def _kept_logsumexp(scaled: Tensor, kept: KeptSets) -> Tensor:
         normaliser = normaliser.index_copy(0, rows, torch.logsumexp(scaled[rows], dim=1))
     if len(cut):
         rows = torch.from_numpy(cut).to(scaled.device)
-        ids, present = _padded(kept, cut, int(counts.max()))
-        values = scaled[rows.unsqueeze(1), ids.to(scaled.device)].masked_fill(~present.to(scaled.device), -torch.inf)
+        ids, present = (tensor.to(scaled.device) for tensor in _padded(kept, cut, int(counts.max())))
+        if not bool((present & (ids == token_ids[rows].unsqueeze(1))).any(dim=1).all()):
+            raise RecordError("a token is not in its own kept set")
+        values = scaled[rows.unsqueeze(1), ids].masked_fill(~present, -torch.inf)
         normaliser = normaliser.index_copy(0, rows, torch.logsumexp(values, dim=1))
     return normaliser
 

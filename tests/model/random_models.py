@@ -1,0 +1,51 @@
+"""Random models of each supported family, a few thousand parameters each."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from fathom.model.attention import PackedAttention
+
+VOCAB = 61
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def random_config(family="llama", **entries):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    heads = {"head_dim": 16} if family == "qwen3" else {}
+    return CONFIGS[family](**(sizes | heads | entries))
+
+
+def random_model(family="llama", seed=0, **entries):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(random_config(family, **entries), attn_implementation="sdpa").eval()
+
+
+def random_ids(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def packed(rows):
+    """(token ids, position ids, plan) of sequences laid end to end."""
+    lengths = [len(row) for row in rows]
+    return torch.cat(rows), torch.cat([torch.arange(length) for length in lengths]), PackedAttention(lengths)
+
+
+def split(tensor, rows):
+    ends = list(accumulate(len(row) for row in rows))
+    return [tensor[end - len(row) : end] for end, row in zip(ends, rows, strict=True)]
