@@ -58,6 +58,10 @@ class EngineDeadError(EngineError):
         self.last_lines = last_lines
 
 
+class GraderDeadError(FathomError):
+    """The process that keeps the graders has ended. The run cannot go on; resuming loses nothing."""
+
+
 class PayloadError(FathomError):
     """A publication is wrong in itself (manifest, names, digest): it is cancelled and the parent goes on serving."""
 
@@ -80,3 +84,7 @@ class CheckpointError(FathomError):
 
 class NoProgressError(FathomError):
     """A stated number of attempts produced nothing to train on."""
+
+
+class StepStoppedError(FathomError):
+    """The trainer was told to stop within a step. Weights and optimizer are those of before that step."""

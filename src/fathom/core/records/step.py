@@ -27,6 +27,8 @@ class MaskReason(StrEnum):
     """Its row was removed because a token was over the bound at the step."""
     NOT_TRAINED = "not_trained"
     """Its trajectory ended in another state than trained; the attempts book says which."""
+    NO_LOSS = "no_loss"
+    """It was sampled without loss (an abandoned branch, or the environment's choice) in a trained trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
     positions: np.ndarray
     """int64 [N]: tokens with loss."""
     trainer_logprobs: np.ndarray
-    """float32 [N]: trainer's log-probabilities before the first step on the batch."""
+    """float32 [N]: trainer's log-probabilities before the first step on the batch. NaN: never computed (over age)."""
     weights: np.ndarray
     """float32 [N]: correction weights."""
     mask_codes: np.ndarray
@@ -115,7 +117,7 @@ class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
-    """Numbers of one optimizer step. Means are over the tokens with loss of the whole step."""
+    """Numbers of one optimizer step. Means are over its tokens in the gradient, and 0 where `tokens` is 0."""
 
     loss: float
     """The number differentiated."""
@@ -138,7 +140,7 @@ class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
     rows: int
     """Rows trained."""
     forward_tokens: int
-    """Tokens forwarded, context included."""
+    """Tokens of the rows trained, context included; each counted once, however many forwards it took."""
     step_s: float
     """Seconds the step took."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from fathom.config.trainer import OptimizerConfig
 from fathom.trainer.backends.packed import PackedRows
+
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,11 @@ class Backend(Protocol):
         """float32 [N] on the CPU: log-probabilities under the current weights."""
         ...
 
-    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], Tensor]) -> None:
+    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]) -> Report:
         """One forward and one backward.
 
-        `loss_of` gets the log-probabilities (float32 [N], differentiable, on `device`) and returns a scalar; its
-        gradient is added.
+        `loss_of` gets the log-probabilities, float32 [N] on the CPU and differentiable, and returns a scalar, whose
+        gradient is added, and whatever it has to report, which is returned.
         """
         ...
 

@@ -20,7 +20,7 @@ from fathom.model.logprobs import head_logprobs
 from fathom.trainer.backends.adamw import AdamW
 from fathom.trainer.backends.masters import masters_of, zero_gradients
 from fathom.trainer.backends.packed import PackedRows
-from fathom.trainer.backends.port import Update
+from fathom.trainer.backends.port import Report, Update
 from fathom.trainer.backends.reference import ReferencePolicy
 from fathom.trainer.backends.schedule import learning_rate
 from fathom.trainer.backends.state import MODEL_FOLDER, TrainerState, copy_into, read_state, write_state
@@ -65,9 +65,11 @@ class TorchBackend:
         with torch.no_grad():
             return self._forward(rows).cpu()
 
-    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], Tensor]) -> None:
+    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]) -> Report:
         """See `port.Backend`."""
-        loss_of(self._forward(rows)).backward()
+        loss, report = loss_of(self._forward(rows).cpu())
+        loss.backward()
+        return report
 
     def discard(self) -> None:
         """See `port.Backend`."""

@@ -1,0 +1,206 @@
+"""The optimizer steps on a batch. Letters: R rows of a step, N tokens with loss of a step.
+
+rows of a batch ─ advantages ─ old pass? ─┬─ step: remove over-age rows ─ plan ─ micro-batches ─ update ─ outcome
+                                          └─ step: ... (`steps_on_a_batch` of them, each row in one)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fathom.config.objective import ObjectiveConfig
+from fathom.config.trainer import StalenessConfig, TrainerConfig
+from fathom.core.errors import BooksError, StepStoppedError
+from fathom.core.records.row import Row
+from fathom.core.records.step import StepOutcome, TrainBatch
+from fathom.trainer.backends.packed import PackedRows
+from fathom.trainer.backends.port import Backend
+from fathom.trainer.loop.candidate import Candidate, candidates_of
+from fathom.trainer.loop.outcome import step_outcome
+from fathom.trainer.loop.packing import micro_batches, mini_batches
+from fathom.trainer.loop.tally import Tally
+from fathom.trainer.objective.objective import LossSums, micro_batch_loss
+from fathom.trainer.objective.plan import Gate, StepPlan, StepTokens, needs_old_pass, prepare_step
+
+Stop = Callable[[], bool]
+"""True: stop as soon as possible. Asked before every forward."""
+
+
+def never() -> bool:
+    """A stop flag that is never raised."""
+    return False
+
+
+@final
+class Trainer:
+    """Turns batches into steps of a backend. Synchronous; the same inputs give the same bits.
+
+    A step either happens whole or not at all: whatever is raised inside it, weights and optimizer are those of before.
+    """
+
+    def __init__(
+        self, backend: Backend, config: TrainerConfig, objective: ObjectiveConfig, staleness: StalenessConfig
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._objective = objective
+        self._staleness = staleness
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self._backend.step
+
+    def begin(self) -> None:
+        """RL starts here: version 0, a fresh optimizer, and the current weights as the KL reference if there is a KL.
+
+        Not for a resumed run: there `backend.load` brings all of it back.
+        """
+        self._backend.begin_phase(self._config.optimizer, self._config.steps)
+        if self._objective.kl_coefficient > 0:
+            self._backend.keep_reference()
+
+    def steps(self, batch: TrainBatch, version: int, stop: Stop = never) -> Iterator[StepOutcome]:
+        """Train on a batch: `steps_on_a_batch` optimizer steps, one outcome after each.
+
+        Its rows are split into as many parts, trajectories whole, and each part is trained once. The weights between
+        two outcomes are those of the first one's version, so they can be published. A step without a token in the
+        gradient, or with a gradient that is not finite, leaves weights, optimizer and version as they are.
+
+        Args:
+            batch: the batch.
+            version: the clock's version, which must be that of the weights.
+            stop: raise this flag to end early.
+
+        Raises:
+            BooksError: the clock and the weights disagree.
+            RecordError: a row has no reward, or a token comes from a version not yet made.
+            StepStoppedError: `stop` said so. Steps that had an outcome stay taken.
+        """
+        if version != self.version:
+            raise BooksError(f"the clock says version {version}, the weights are those of version {self.version}")
+        started = time.perf_counter()
+        candidates = candidates_of(batch, self._objective.advantage, version)
+        if needs_old_pass(self._objective, self._config.steps_on_a_batch):
+            candidates = self._old_pass(candidates, stop)
+        lengths, owners = [c.length for c in candidates], [c.row.trajectory for c in candidates]
+        for part in mini_batches(lengths, owners, self._config.steps_on_a_batch):
+            yield self._step([candidates[index] for index in part], stop, started)
+            started = time.perf_counter()
+
+    def logprobs(self, rows: Sequence[Row], stop: Stop = never) -> list[np.ndarray]:
+        """float32 [N] for each row: log-probabilities of its tokens with loss under the current weights."""
+        return self._score(rows, self._backend.logprobs, stop)
+
+    def _old_pass(self, candidates: Sequence[Candidate], stop: Stop) -> list[Candidate]:
+        """Give the candidates their log-probabilities under the weights before the first step on the batch."""
+        fresh = [not candidate.over_age(self.version, self._staleness) for candidate in candidates]
+        scored = iter(self.logprobs([c.row for c, usable in zip(candidates, fresh, strict=True) if usable], stop))
+        return [
+            replace(candidate, old_logprobs=next(scored)) if usable else candidate
+            for candidate, usable in zip(candidates, fresh, strict=True)
+        ]
+
+    def _step(self, candidates: Sequence[Candidate], stop: Stop, started: float) -> StepOutcome:
+        version = self.version
+        fresh = [candidate for candidate in candidates if not candidate.over_age(version, self._staleness)]
+        tally = Tally(sum(candidate.num_loss_tokens for candidate in fresh))
+        try:
+            if fresh:
+                self._accumulate(fresh, tally, stop)
+        except BaseException:  # raised again: the gradient of half a step must not reach the next one
+            self._backend.discard()
+            raise
+        if tally.sums.tokens:
+            update = self._backend.update()
+        else:
+            self._backend.discard()
+            update = None
+        return step_outcome(
+            version=version,
+            candidates=candidates,
+            fresh=fresh,
+            tally=tally,
+            update=update,
+            has_reference=self._objective.kl_coefficient > 0,
+            step_s=time.perf_counter() - started,
+        )
+
+    def _accumulate(self, fresh: Sequence[Candidate], tally: Tally, stop: Stop) -> None:
+        """Forward and backward over all micro-batches of a step."""
+        rows = [candidate.row for candidate in fresh]
+        plan = prepare_step(self._objective, self._step_tokens(fresh, stop))
+        ends = np.cumsum([len(row.positions) for row in rows])
+        for batch in self._cut(rows):
+            _check(stop)
+            index = np.concatenate([np.arange(ends[i] - len(rows[i].positions), ends[i]) for i in batch])
+            share = plan.take(torch.from_numpy(index))
+            report = self._backend.accumulate(PackedRows.of_rows([rows[i] for i in batch]), self._loss_of(share))
+            tally.add(index, report.old_logprobs, report.gate, report.sums)
+
+    def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop) -> StepTokens:
+        numbers: dict[str, int] = {}
+        sequence = [numbers.setdefault(candidate.row.trajectory, len(numbers)) for candidate in fresh]
+        counts = np.array([candidate.num_loss_tokens for candidate in fresh])
+        old = [candidate.old_logprobs for candidate in fresh if candidate.old_logprobs is not None]
+        reference: list[np.ndarray] = []
+        if self._objective.kl_coefficient > 0:
+            reference = self._score([candidate.row for candidate in fresh], self._backend.reference_logprobs, stop)
+        return StepTokens(
+            sequence=torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts)),
+            sequences=len(numbers),
+            advantage=torch.from_numpy(np.repeat(np.array([c.advantage for c in fresh], np.float32), counts)),
+            truncated=torch.from_numpy(np.repeat(np.array([c.truncated for c in fresh]), counts)),
+            logp_behaviour=_joined([candidate.row.logprobs for candidate in fresh]),
+            logp_old=_joined(old) if old else None,
+            logp_ref=_joined(reference) if reference else None,
+        )
+
+    def _loss_of(self, share: StepPlan) -> Callable[[Tensor], tuple[Tensor, _Report]]:
+        def loss_of(logprobs: Tensor) -> tuple[Tensor, _Report]:
+            terms = micro_batch_loss(self._objective, share, logprobs)
+            old = share.tokens.logp_old if share.tokens.logp_old is not None else logprobs.detach()
+            return terms.loss, _Report(old_logprobs=old, gate=terms.gate, sums=terms.sums)
+
+        return loss_of
+
+    def _score(self, rows: Sequence[Row], score: Callable[[PackedRows], Tensor], stop: Stop) -> list[np.ndarray]:
+        """float32 [N] for each row, by micro-batches."""
+        scored: dict[int, np.ndarray] = {}
+        for batch in self._cut(rows):
+            _check(stop)
+            packed = PackedRows.of_rows([rows[i] for i in batch])
+            scored.update(zip(batch, packed.split(score(packed).numpy()), strict=True))
+        return [scored[i] for i in range(len(rows))]
+
+    def _cut(self, rows: Sequence[Row]) -> list[list[int]]:
+        lengths, owners = [len(row.token_ids) for row in rows], [row.trajectory for row in rows]
+        return micro_batches(lengths, owners, self._config.tokens_per_micro_batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a micro-batch tells of its tokens."""
+
+    old_logprobs: Tensor
+    """float32 [n]: before the first step on the batch."""
+    gate: Gate
+    """What became of them."""
+    sums: LossSums
+    """Sums over them."""
+
+
+def _joined(columns: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns))
+
+
+def _check(stop: Stop) -> None:
+    if stop():
+        raise StepStoppedError("stopped within a step; its rows were not trained and can be trained again")
