@@ -6,7 +6,7 @@ The smallest user class has `tasks` and `grade`; nothing here knows tokens or en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 import msgspec
 
@@ -32,6 +32,7 @@ class Task(msgspec.Struct, frozen=True, tag="task.1"):
     """Reference answer for the grader. Empty: the grader needs none."""
 
 
+@runtime_checkable
 class Environment(Protocol):
     """A set of tasks and their grader. Single-turn; tools and turns join it later.
 
@@ -52,6 +53,7 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
 class DemonstratedEnvironment(Environment, Protocol):
     """An environment that can also show how tasks are solved, for a supervised warm start."""
 

@@ -1,0 +1,205 @@
+"""Graders behind a deadline: whatever a grader does, `grade` returns in time and the next answer is graded."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+from typing import Self, final
+
+from fathom.core.errors import ConfigError, GraderDeadError, RecordError
+from fathom.core.ports.environment import Environment, Task
+from fathom.core.records.trajectory import Graded, Reward, Ungraded
+from fathom.core.wire import FrameReader, frame
+from fathom.envs.grading.nursery import READY, GradeRequest, keep
+
+_READ_BYTES = 1 << 16
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """Our end of one worker."""
+
+    slot: int
+    line: socket.socket
+    rewards: FrameReader = field(default_factory=lambda: FrameReader(Graded | Ungraded))
+
+    async def ask(self, request: bytes) -> Reward:
+        """Send one framed request and wait for its reward. Raises EOFError or OSError when the worker has ended."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self.line, request)
+        while data := await loop.sock_recv(self.line, _READ_BYTES):
+            if done := self.rewards.feed(data):
+                return done[0]
+        raise EOFError
+
+
+@final
+class Grader:
+    """A constant number of worker processes that grade under a deadline.
+
+    The environment is sent once, at `start`; workers are forked from a warm process that never loads torch (see
+    `nursery`). A worker that is late, dies, or whose caller gave up is killed with all it started and replaced at once.
+
+        async with Grader(environment, workers=2, timeout_s=10.0) as grader:
+            reward = await grader.grade(task, "42")
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_bytes: int = 8 << 30,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        """Nothing starts yet.
+
+        Args:
+            environment: what grades; must be picklable.
+            workers: processes, 1 to 256.
+            timeout_s: deadline of one grading, waiting for a free worker excluded.
+            memory_bytes: private memory a worker may have; more is a MemoryError in the grader, so *ungraded*.
+            start_timeout_s: deadline of `start`.
+        """
+        if not 1 <= workers <= 256:
+            raise ConfigError(f"task.grader_workers must be from 1 to 256, got {workers}")
+        self._environment = environment
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._start_timeout_s = start_timeout_s
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._control: socket.socket | None = None
+        self._nursery: SpawnProcess | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start; a failed start leaves nothing behind."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start, and wait until the environment is warm; workers are forked from there. Call it before torch loads.
+
+        The workers live as long as the thread that calls this, at most.
+
+        Raises:
+            ConfigError: the environment cannot be sent to another process, or cannot be loaded there.
+        """
+        try:
+            payload = pickle.dumps(self._environment)
+        except Exception as error:  # pickle raises anything, depending on what it met
+            raise ConfigError(
+                f"the environment cannot be sent to a grader process: {error}. Define its class in a module and keep "
+                "open files, locks and lambdas out of its attributes"
+            ) from error
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        with theirs:
+            self._nursery = multiprocessing.get_context("spawn").Process(
+                target=keep,
+                args=(theirs, payload, os.getpid(), self._memory_bytes),
+                name="fathom-graders",
+                daemon=True,
+            )
+            # On this thread, not in an executor: the kernel kills the nursery when the thread that started it ends.
+            self._nursery.start()
+        await self._wait_until_ready(self._control, self._nursery)
+        for slot in range(self._workers):
+            self._put_fresh_worker(slot)
+
+    async def grade(self, task: Task, answer: str) -> Reward:
+        """Grade one answer. Answers wait for a free worker in order of arrival.
+
+        Returns:
+            The grader's reward; or Ungraded with cause `grader_timeout`, `grader_error` (it raised, or returned
+            something that is not a finite reward) or `grader_died` (its process ended).
+
+        Raises:
+            GraderDeadError: the process that keeps the workers is gone.
+        """
+        try:
+            request = frame(GradeRequest(task=task, answer=answer))
+        except UnicodeEncodeError as error:
+            return Ungraded(cause="grader_error", detail=f"task {task.id} or the answer is not valid text: {error}")
+        worker = await self._idle.get()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reward = await worker.ask(request)
+        except TimeoutError:
+            self._replace(worker)
+            return Ungraded(cause="grader_timeout", detail=f"no reward for task {task.id} in {self._timeout_s:g} s")
+        except (EOFError, OSError, RecordError):
+            self._replace(worker)
+            return Ungraded(cause="grader_died", detail=f"the worker process ended while it graded task {task.id}")
+        except BaseException:
+            with suppress(GraderDeadError):  # the next grade says so; this caller is giving up
+                self._replace(worker)
+            raise
+        self._idle.put_nowait(worker)
+        return reward
+
+    async def close(self) -> None:
+        """End all workers, busy or not, and wait until they are gone. Safe to call twice."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._nursery is not None:
+            await asyncio.to_thread(self._nursery.join, _CLOSE_S)
+            self._nursery.kill()
+            self._nursery.join()
+            self._nursery = None
+        while not self._idle.empty():
+            self._idle.get_nowait().line.close()
+
+    async def _wait_until_ready(self, control: socket.socket, nursery: SpawnProcess) -> None:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                answer = await asyncio.get_running_loop().sock_recv(control, _READ_BYTES)
+        except TimeoutError:
+            raise ConfigError(
+                f"the environment was not loaded in a grader process within {self._start_timeout_s:g} s; make its "
+                "module and its pickled form lighter"
+            ) from None
+        if not answer:
+            await asyncio.to_thread(nursery.join, _CLOSE_S)
+            raise ConfigError(
+                f"the grader process ended while it started (exit code {nursery.exitcode}); see its output above. A "
+                "script that starts a run needs `if __name__ == '__main__':` around it"
+            )
+        if answer != READY:
+            raise ConfigError(f"the environment cannot be loaded in a grader process: {answer.decode()}")
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.line.close()
+        if self._control is not None:
+            self._put_fresh_worker(worker.slot)
+
+    def _put_fresh_worker(self, slot: int) -> None:
+        """Order a worker for `slot`. It can be asked at once: requests wait in its socket until it is there."""
+        assert self._control is not None, "start() comes first"
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [bytes([slot])], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise GraderDeadError(
+                    "the process that keeps the graders has ended (was it killed for memory?); resume the run"
+                ) from error
+        self._idle.put_nowait(_Worker(slot=slot, line=ours))

@@ -1,0 +1,192 @@
+"""Questions with reference answers from a JSONL or Parquet file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, final
+
+import msgspec
+from pydantic import Field, model_validator
+
+from fathom.config.section import Section
+from fathom.core.errors import DataError
+from fathom.core.ids import TaskId
+from fathom.core.ports.environment import ChatMessage, Task
+from fathom.core.records.trajectory import Graded
+from fathom.envs.math_answer import grade_math, reference_answer
+from fathom.envs.row_file import Row, column_names, lookup, read_rows
+
+_PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
+_ANSWER_COLUMNS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
+
+
+class RowGrader(StrEnum):
+    """How an answer is compared with the row's."""
+
+    MATH = "math"
+    """As numbers, expressions or sets (see `math_answer`); the row's may be a worked solution with `#### 18`."""
+    EXACT = "exact"
+    """As text, without surrounding white space."""
+
+
+class RowsOptions(Section):
+    """A file and its columns. Column names are dotted: `reward_model.ground_truth`."""
+
+    path: str
+    """`.jsonl` or `.parquet` file of training rows, relative to the working directory."""
+    prompt: str | None = None
+    """Column of the question: text, or a list of chat messages. None: see `messages`."""
+    messages: str | None = None
+    """Column of a list of chat messages, or of its JSON text. None, like `prompt`: the one column of the first row
+    that is called messages, prompt, question or problem."""
+    answer: str | None = None
+    """Column of the reference answer. None: the one that is called answer, label, ground_truth or
+    reward_model.ground_truth."""
+    eval_path: str | None = None
+    """File of held-out rows with the same columns. None: see `eval_rows`."""
+    eval_rows: int = Field(default=0, ge=0)
+    """Hold out this many of the last rows of `path`. Training rows with a held-out question are left out, also with
+    `eval_path`."""
+    max_rows: int | None = Field(default=None, gt=0)
+    """Read only this many rows of each file. None: all."""
+    system_prompt: str | None = None
+    """System message before each question. None: none is added."""
+    instruction: str = ""
+    """Sentence after each question."""
+    grader: RowGrader = RowGrader.MATH
+    """How an answer is compared with the row's."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("prompt and messages both name the column of the question; set one")
+        if self.eval_path is not None and self.eval_rows:
+            raise ValueError("eval_path and eval_rows both say what is held out; set one")
+        return self
+
+
+@final
+class Rows:
+    """Rows as tasks. The reward is 1 for a right answer, else 0."""
+
+    def __init__(self, options: RowsOptions) -> None:
+        """Read the files. Raises DataError, which names the file, the row and what was found there."""
+        self._grader = options.grader
+        train = _read(options, Path(options.path), "train")
+        if options.eval_path is not None:
+            held_out = _read(options, Path(options.eval_path), "eval")
+        else:
+            kept = max(0, len(train) - options.eval_rows)
+            train, held_out = train[:kept], train[kept:]
+        held_out_questions = {_question(task) for task in held_out}
+        self._train = tuple(task for task in train if _question(task) not in held_out_questions)
+        self._eval = tuple(held_out)
+
+    def tasks(self) -> Sequence[Task]:
+        """Training rows, in the file's order."""
+        return self._train
+
+    def eval_tasks(self) -> Sequence[Task]:
+        """Held-out rows, in their file's order."""
+        return self._eval
+
+    def grade(self, task: Task, answer: str) -> Graded:
+        """Compare with the row's answer."""
+        match self._grader:
+            case RowGrader.MATH:
+                return grade_math(task.answer, answer)
+            case RowGrader.EXACT:
+                given = answer.strip()
+                equal = given == task.answer.strip()
+                return Graded(components={"correct": float(equal)}, grader="exact/1", answer_found=bool(given))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the rows: graders are sent their task with each answer."""
+        return {"_grader": self._grader, "_train": (), "_eval": ()}
+
+
+def _question(task: Task) -> tuple[str, ...]:
+    return tuple(message["content"].strip() for message in task.messages)
+
+
+def _read(options: RowsOptions, path: Path, split: str) -> list[Task]:
+    rows = read_rows(path, options.max_rows)
+    first_number, first = rows[0]
+    where = f"{path}: row {first_number}"
+    named = options.prompt or options.messages
+    question = named or _only_column(first, _PROMPT_COLUMNS, "prompt (or messages)", where)
+    answer = options.answer or _only_column(first, _ANSWER_COLUMNS, "answer", where)
+    tasks: list[Task] = []
+    for number, row in rows:
+        where = f"{path}: row {number}"
+        messages = _messages(_value(row, question, where), options.messages is not None, f"{where}: column {question}")
+        reference = _reference(_value(row, answer, where), options.grader, f"{where}: column {answer}")
+        id = TaskId(f"{split}/{path.name}:{number}")
+        tasks.append(Task(id=id, messages=_dress(messages, options, where), answer=reference))
+    return tasks
+
+
+def _only_column(row: Row, names: Sequence[str], option: str, where: str) -> str:
+    present = [name for name in names if _has(row, name)]
+    if len(present) == 1:
+        return present[0]
+    problem = f"both {' and '.join(present)} could be meant" if present else f"none is called {', '.join(names)}"
+    raise DataError(f"{where}: set task.options.{option}: {problem}; columns found: {', '.join(column_names(row))}")
+
+
+def _has(row: Row, column: str) -> bool:
+    try:
+        lookup(row, column)
+    except KeyError:
+        return False
+    return True
+
+
+def _value(row: Row, column: str, where: str) -> Any:
+    try:
+        return lookup(row, column)
+    except KeyError:
+        found = ", ".join(column_names(row))
+        raise DataError(f"{where} has no column {column!r}; columns found: {found}") from None
+
+
+def _messages(value: Any, may_be_json: bool, where: str) -> tuple[ChatMessage, ...]:
+    """One user message from text; role and content of each message from a list."""
+    if may_be_json and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{where} is not the JSON text of a list of messages: {error}") from error
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    try:
+        messages = tuple(msgspec.convert(value, list[ChatMessage]))
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where} is neither text nor a list of messages with role and content: {error}") from error
+    if not messages or messages[-1]["role"] != "user":
+        raise DataError(f"{where} does not end with a message of the user, which the policy could answer")
+    return messages
+
+
+def _dress(messages: tuple[ChatMessage, ...], options: RowsOptions, where: str) -> tuple[ChatMessage, ...]:
+    """With the system prompt before and the instruction after."""
+    if options.instruction:
+        last = messages[-1]
+        last = ChatMessage(role=last["role"], content=f"{last['content']}\n\n{options.instruction}")
+        messages = (*messages[:-1], last)
+    if options.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(f"{where} has a system message of its own; remove task.options.system_prompt")
+    return ({"role": "system", "content": options.system_prompt}, *messages)
+
+
+def _reference(value: Any, grader: RowGrader, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{where} must be text or a number, got {type(value).__name__}")
+    text = str(value)
+    if not (reference_answer(text) if grader is RowGrader.MATH else text.strip()):
+        raise DataError(f"{where} is empty: there is nothing to compare an answer with")
+    return text
