@@ -1,0 +1,191 @@
+"""The engine port over HTTP to the embedded engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar, final
+
+import httpx
+import msgspec
+
+from fathom.core.errors import EngineError, EngineRefusedError, EngineTimeoutError, RecordError
+from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.ports.engine import (
+    Capabilities,
+    CommitReport,
+    EngineStatus,
+    GenerateChunk,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+    StageReport,
+    VerifyReport,
+)
+from fathom.core.records.sampling import InFlightMode
+from fathom.core.wire import FrameReader, frame
+from fathom.rollout.engines.embedded.messages import (
+    AbortCall,
+    CommitCall,
+    Done,
+    Failure,
+    FailureKind,
+    RollbackCall,
+    StageCall,
+    StatusCall,
+    Streamed,
+    VerifyCall,
+)
+from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+_MARGIN_S = 5.0
+"""What a call may take beyond a deadline that the engine itself keeps."""
+
+
+@final
+class EmbeddedEngine:
+    """Owns the process. Calls in flight are limited by nothing but open files; each has a deadline."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._spec = process.spec
+        self._http = httpx.AsyncClient(
+            base_url=process.url,
+            headers={"authorization": f"Bearer {process.spec.token}"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=None,  # every call has a deadline of its own, set where it is made
+            trust_env=False,
+        )
+
+    @classmethod
+    async def launch(cls, spec: EmbeddedSpec) -> Self:
+        """Start the process and wait until it is healthy. See `EngineProcess.launch` for what it raises."""
+        return cls(await EngineProcess.launch(spec))
+
+    @property
+    def id(self) -> EngineId:
+        """See `Engine.id`."""
+        return self._spec.engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Engine.capabilities`."""
+        return self._process.capabilities
+
+    @property
+    def process(self) -> EngineProcess:
+        """The process behind it."""
+        return self._process
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """See `Engine.generate`."""
+        deadline = _Deadline("generate", self._spec.request_timeout_s)
+        reader = FrameReader(Streamed)
+        async with self._boundary(deadline):
+            pending = self._http.build_request("POST", "/generate", content=frame(request))
+            response = await self._http.send(pending, stream=True)
+        try:
+            data = response.aiter_raw()
+            while True:
+                async with self._boundary(deadline):
+                    received = await anext(data, None)
+                    if received is None:
+                        raise EngineError(self.id, f"the stream of {request.request_id} broke off before its end")
+                    chunks = [self._checked(record) for record in reader.feed(received)]
+                for chunk in chunks:
+                    yield chunk
+                    if chunk.end is not None:
+                        return
+        finally:
+            await response.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        await self._call("abort", AbortCall(request_id=request_id), Done, self._spec.call_timeout_s)
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """See `Engine.score`."""
+        return await self._call("score", request, ScoreResult, self._spec.request_timeout_s)
+
+    async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
+        """See `Engine.stage`."""
+        call = StageCall(manifest=manifest, source=source)
+        return await self._call("stage", call, StageReport, self._spec.weights_timeout_s)
+
+    async def verify(self) -> VerifyReport:
+        """See `Engine.verify`."""
+        return await self._call("verify", VerifyCall(), VerifyReport, self._spec.weights_timeout_s)
+
+    async def commit(self, version: PolicyVersion, mode: InFlightMode) -> CommitReport:
+        """See `Engine.commit`. A drain that misses the deadline is withdrawn: the old version goes on."""
+        deadline_s = self._spec.weights_timeout_s
+        call = CommitCall(version=version, mode=mode, deadline_s=deadline_s)
+        return await self._call("commit", call, CommitReport, deadline_s + _MARGIN_S)
+
+    async def rollback(self) -> None:
+        """See `Engine.rollback`."""
+        await self._call("rollback", RollbackCall(), Done, self._spec.weights_timeout_s)
+
+    async def status(self) -> EngineStatus:
+        """See `Engine.status`."""
+        return await self._call("status", StatusCall(), EngineStatus, self._spec.call_timeout_s)
+
+    async def health(self) -> None:
+        """See `Engine.health`: its decode loop answers, not only its HTTP."""
+        await self.status()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._process.close()
+        await self._http.aclose()
+
+    async def _call(self, name: str, call: msgspec.Struct, kind: type[Answer], timeout_s: float) -> Answer:
+        async with self._boundary(_Deadline(name, timeout_s)):
+            response = await self._http.post(f"/{name}", content=frame(call))
+            (record,) = FrameReader(kind | Failure).feed(response.content)
+            return self._checked(record)
+
+    def _checked(self, record: Any) -> Any:
+        """The record, unless it is the engine's refusal or failure."""
+        if isinstance(record, Failure):
+            kind = EngineRefusedError if record.kind is FailureKind.REFUSED else EngineError
+            raise kind(self.id, record.reason)
+        return record
+
+    @asynccontextmanager
+    async def _boundary(self, deadline: _Deadline) -> AsyncGenerator[None]:
+        """Everything that may go wrong between the two processes becomes an `EngineError` here."""
+        try:
+            async with asyncio.timeout_at(deadline.at):
+                yield
+        except TimeoutError as error:
+            raise EngineTimeoutError(self.id, f"{deadline.name} took more than {deadline.timeout_s:g} s") from error
+        except (httpx.TransportError, RecordError, ValueError) as error:
+            if await self._process.ended():
+                raise self._process.death(f"ended during {deadline.name}") from error
+            reason = f"{deadline.name} failed: {type(error).__name__}: {error}"
+            raise EngineError(self.id, reason + _advice(error)) from error
+
+
+@final
+class _Deadline:
+    """When a call must have ended."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.at = asyncio.get_running_loop().time() + timeout_s
+
+
+def _advice(error: Exception) -> str:
+    """What to do about a full table of open files: one connection per call in flight is by design."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
+            return "; raise the limit of open files (ulimit -n) or lower rollout.max_in_flight"
+        cause = cause.__cause__ or cause.__context__
+    return ""

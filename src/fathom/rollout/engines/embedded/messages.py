@@ -1,0 +1,121 @@
+"""What the embedded engine's process and its client say to each other, besides the records of the port.
+
+Every body is one frame of `core/wire.py`, or a stream of them. A call that fails is answered by a `Failure` frame.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from fathom.core.ids import PolicyVersion
+from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.ports.engine import Capabilities, GenerateChunk
+from fathom.core.records.sampling import InFlightMode
+
+
+class FailureKind(StrEnum):
+    """Which error the client raises."""
+
+    REFUSED = "refused"
+    """Understood, and will not be served."""
+    FAILED = "failed"
+    """Something went wrong."""
+
+
+class Failure(msgspec.Struct, frozen=True, tag="engine_failure.1"):
+    """Why there is no answer, or no further one."""
+
+    kind: FailureKind
+    """Refused or failed."""
+    reason: str
+    """What happened and what to do next."""
+
+
+class AbortCall(msgspec.Struct, frozen=True, tag="abort_call.1"):
+    """End a generation early."""
+
+    request_id: str
+    """Which one."""
+
+
+class StageCall(msgspec.Struct, frozen=True, tag="stage_call.1"):
+    """Receive a version."""
+
+    manifest: Manifest
+    """What it consists of."""
+    source: WeightSource
+    """Where its bytes lie."""
+
+
+class VerifyCall(msgspec.Struct, frozen=True, tag="verify_call.1"):
+    """Digest what is staged."""
+
+
+class CommitCall(msgspec.Struct, frozen=True, tag="commit_call.1"):
+    """Serve what is staged."""
+
+    version: PolicyVersion
+    """What the caller believes to be staged."""
+    mode: InFlightMode
+    """What happens to running generations."""
+    deadline_s: float
+    """A drain that has not ended by then is withdrawn: the old version goes on."""
+
+
+class RollbackCall(msgspec.Struct, frozen=True, tag="rollback_call.1"):
+    """Forget what is staged."""
+
+
+class StatusCall(msgspec.Struct, frozen=True, tag="status_call.1"):
+    """Look at the engine."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done.1"):
+    """Done; there is nothing to tell."""
+
+
+class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
+    """First line (JSON) on the process's standard input, which then stays open: when it closes, the process ends."""
+
+    engine: str
+    """Its name in records."""
+    model_folder: str
+    """Hugging Face folder of the model; its weights serve nothing until a version is committed."""
+    dtype: str
+    """Element type of weights and KV: `float32` or `bfloat16`."""
+    device: str
+    """Torch device."""
+    threads: int
+    """CPU threads of torch."""
+    max_running: int
+    """Sequences decoded in one batch; KV memory is held for all of them."""
+    max_context_tokens: int
+    """Longest sequence, prompt and sampled."""
+    host: str
+    """Interface to listen on."""
+    port: int
+    """Port to listen on. 0: any free one."""
+    token: str
+    """Bearer token that every call must carry."""
+
+
+class ReadyLine(msgspec.Struct, frozen=True, tag="engine_ready.1"):
+    """The one line (JSON) on standard output, once the process listens and its model is loaded."""
+
+    port: int
+    """The port it listens on."""
+    capabilities: Capabilities
+    """What it can do."""
+
+
+class CannotStartLine(msgspec.Struct, frozen=True, tag="engine_cannot_start.1"):
+    """The one line (JSON) on standard output of a process that cannot start as configured."""
+
+    reason: str
+    """What is wrong and what to change."""
+
+
+StartLine = ReadyLine | CannotStartLine
+Streamed = GenerateChunk | Failure

@@ -1,0 +1,203 @@
+"""The engine's HTTP surface. One POST per call of the port, one frame in, one frame (or a stream of them) out."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fathom.core.errors import EngineRefusedError, FathomError, RecordError
+from fathom.core.ports.engine import (
+    CommitReport,
+    DigestKind,
+    EngineStatus,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+    StageReport,
+    VerifyReport,
+)
+from fathom.core.wire import FrameReader, frame
+from fathom.rollout.engines.embedded.messages import (
+    AbortCall,
+    CommitCall,
+    Done,
+    Failure,
+    FailureKind,
+    RollbackCall,
+    StageCall,
+    StatusCall,
+    VerifyCall,
+)
+from fathom.rollout.engines.embedded.server.admission import Stream
+from fathom.rollout.engines.embedded.server.scheduler import Scheduler
+from fathom.sync.digest import digest
+from fathom.sync.transports.receive import receive
+
+T = TypeVar("T")
+Call = TypeVar("Call", bound=msgspec.Struct)
+FRAMES = "application/x-fathom-frames"
+
+
+@final
+class EngineApi:
+    """Answers calls by handing them to the scheduler; bytes are received and digested in threads meanwhile."""
+
+    def __init__(self, scheduler: Scheduler, threads: int) -> None:
+        self._scheduler = scheduler
+        self._threads = threads
+        self._publishing = asyncio.Lock()
+
+    def app(self, token: str) -> ASGIApp:
+        """The ASGI application; every request must carry the bearer token."""
+        routes = [
+            Route("/generate", self._generate, methods=["POST"]),
+            _route("/abort", AbortCall, self._abort),
+            _route("/score", ScoreRequest, self._score),
+            _route("/stage", StageCall, self._stage),
+            _route("/verify", VerifyCall, self._verify),
+            _route("/commit", CommitCall, self._commit),
+            _route("/rollback", RollbackCall, self._rollback),
+            _route("/status", StatusCall, self._status),
+        ]
+        return _Guarded(Starlette(routes=routes), token)
+
+    async def _generate(self, http: Request) -> ASGIApp:
+        stream: Stream = asyncio.Queue()
+        try:
+            request = _read(GenerateRequest, await http.body())
+            await self._on_loop(lambda: self._scheduler.submit(request, stream))
+        except FathomError as error:
+            return _failed(error)
+        scheduler = self._scheduler
+        return _Streaming(stream=stream, abort=lambda: scheduler.call(lambda: scheduler.abort(request.request_id)))
+
+    async def _abort(self, call: AbortCall) -> Done:
+        await self._on_loop(lambda: self._scheduler.abort(call.request_id))
+        return Done()
+
+    async def _score(self, request: ScoreRequest) -> ScoreResult:
+        return await asyncio.wrap_future(await self._on_loop(lambda: self._scheduler.score(request)))
+
+    async def _stage(self, call: StageCall) -> StageReport:
+        began_s = time.monotonic()
+        async with self._publishing:
+            weights = await self._on_loop(self._scheduler.take_staging)
+            try:
+                await receive(call.source, call.manifest, weights.tensors)
+            except BaseException:
+                self._scheduler.call(lambda: self._scheduler.give_back(weights))
+                raise
+            await self._on_loop(lambda: self._scheduler.received(weights, call.manifest.version))
+        return StageReport(size_bytes=call.manifest.size_bytes, receive_s=time.monotonic() - began_s)
+
+    async def _verify(self, call: VerifyCall) -> VerifyReport:
+        began_s = time.monotonic()
+        async with self._publishing:
+            weights = await self._on_loop(self._scheduler.staged)
+            weights.digest = await asyncio.to_thread(digest, weights.tensors, threads=self._threads)
+        return VerifyReport(digest=weights.digest, kind=DigestKind.MEMORY, verify_s=time.monotonic() - began_s)
+
+    async def _commit(self, call: CommitCall) -> CommitReport:
+        answer = await self._on_loop(lambda: self._scheduler.commit(call.version, call.mode))
+        report = asyncio.wrap_future(answer)
+        done, _ = await asyncio.wait({report}, timeout=call.deadline_s)
+        if not done:
+            await self._on_loop(lambda: self._scheduler.withdraw(f"draining took more than {call.deadline_s:g} s"))
+        return await report
+
+    async def _rollback(self, call: RollbackCall) -> Done:
+        await self._on_loop(lambda: self._scheduler.withdraw("it was rolled back"))
+        async with self._publishing:
+            await self._on_loop(self._scheduler.rollback)
+        return Done()
+
+    async def _status(self, call: StatusCall) -> EngineStatus:
+        return await self._on_loop(self._scheduler.status)
+
+    async def _on_loop(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._scheduler.call(function))
+
+
+@final
+class _Guarded:
+    """Lets requests with the right bearer token through."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"authorization", b"") if scope["type"] == "http" else b""
+        if not hmac.compare_digest(given, self._expected):
+            refused = Failure(kind=FailureKind.REFUSED, reason="the access token is missing or wrong")
+            await Response(frame(refused), 401, media_type=FRAMES)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Streaming:
+    """Sends a generation's chunks as they come; a client that goes away aborts it."""
+
+    stream: Stream
+    abort: Callable[[], object]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(self._watch(receive))
+        try:
+            headers = [(b"content-type", FRAMES.encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            more = True
+            while more and (chunk := await self.stream.get()) is not None:
+                more = not isinstance(chunk, Failure) and chunk.end is None
+                await send({"type": "http.response.body", "body": frame(chunk), "more_body": more})
+        finally:
+            gone.cancel()
+            self.abort()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stream.put_nowait(None)
+
+
+def _route(path: str, kind: type[Call], answer: Callable[[Call], Awaitable[msgspec.Struct]]) -> Route:
+    """One call of the port: a frame in, a frame out, failures as a `Failure` frame."""
+
+    async def endpoint(http: Request) -> Response:
+        try:
+            return Response(frame(await answer(_read(kind, await http.body()))), media_type=FRAMES)
+        except FathomError as error:
+            return _failed(error)
+        except Exception as error:  # noqa: BLE001 - the boundary: the caller gets a typed failure, the log the trace
+            traceback.print_exc()
+            return _failed(error)
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _read(kind: type[Call], body: bytes) -> Call:
+    records = FrameReader(kind).feed(body)
+    if len(records) != 1:
+        raise RecordError(f"the body holds {len(records)} records, not one {kind.__name__}")
+    return records[0]
+
+
+def _failed(error: Exception) -> Response:
+    if isinstance(error, EngineRefusedError):
+        return Response(frame(Failure(kind=FailureKind.REFUSED, reason=error.reason)), 409, media_type=FRAMES)
+    reason = str(error) if isinstance(error, FathomError) else f"{type(error).__name__}: {error}"
+    return Response(frame(Failure(kind=FailureKind.FAILED, reason=reason)), 500, media_type=FRAMES)

@@ -1,0 +1,1 @@
+"""From running sequences to their next tokens: slots, prefixes, the model's forward, sampling."""

@@ -1,0 +1,96 @@
+"""Cuts what was sampled since the last time out of the books, as chunks of the port."""
+
+from __future__ import annotations
+
+import time
+from typing import final
+
+import numpy as np
+from blake3 import blake3
+
+from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.ports.engine import GenerateChunk, GenerateEnd
+from fathom.core.records.sampling import FinishReason
+from fathom.core.records.trajectory import KeptSets
+from fathom.rollout.engines.embedded.server.admission import Job
+from fathom.rollout.engines.embedded.server.decode.compute import KERNELS
+from fathom.rollout.engines.embedded.server.decode.slots import SlotTable
+from fathom.rollout.engines.embedded.server.weights import WeightSet
+
+
+@final
+class ChunkWriter:
+    """Writes chunks for one slot table."""
+
+    def __init__(self, engine: EngineId, dtype: str, table: SlotTable) -> None:
+        self._engine = engine
+        self._dtype = dtype
+        self._table = table
+        self._names: dict[int, PolicyVersion] = {}
+
+    def name(self, weights: WeightSet) -> None:
+        """Learn the full name of a version that is about to make tokens."""
+        if weights.version is not None:
+            self._names[weights.number] = weights.version
+
+    def chunk(self, slot: int, job: Job, finish: FinishReason | None) -> GenerateChunk:
+        """The tokens of a slot that were not sent before; with the end when `finish` is given."""
+        table = self._table
+        begin, end = int(table.sent[slot]), int(table.length[slot])
+        new = (slot, slice(begin, end))
+        table.sent[slot] = end
+        policy, kv = table.policy_version[new].copy(), table.kv_version[new].copy()
+        return GenerateChunk(
+            request_id=job.request.request_id,
+            token_ids=table.tokens[new].copy(),
+            logprobs=table.logprobs[new].copy(),
+            policy_version=policy,
+            kv_version=kv,
+            versions=tuple(self._names[number] for number in sorted({*policy.tolist(), *kv.tolist()})),
+            kept=_take_kept(job) if job.request.sampling.truncates else None,
+            raw_logprobs=table.raw_logprobs[new].copy() if job.request.want_raw_logprobs else None,
+            routes=None,
+            end=self._end(slot, job, finish) if finish is not None else None,
+        )
+
+    def unstarted(self, job: Job) -> GenerateChunk:
+        """The only chunk of a generation that was aborted while it waited."""
+        empty = np.empty(0, np.int32)
+        request = job.request
+        return GenerateChunk(
+            request_id=request.request_id,
+            token_ids=empty,
+            logprobs=np.empty(0, np.float32),
+            policy_version=empty,
+            kv_version=empty,
+            versions=(),
+            kept=_take_kept(job) if request.sampling.truncates else None,
+            raw_logprobs=np.empty(0, np.float32) if request.want_raw_logprobs else None,
+            routes=None,
+            end=self._ending(job, FinishReason.ABORTED, request.prompt_ids, job.arrived_s, time.monotonic()),
+        )
+
+    def _end(self, slot: int, job: Job, finish: FinishReason) -> GenerateEnd:
+        executed = self._table.tokens[slot, : self._table.prompt[slot]]
+        return self._ending(job, finish, executed, job.arrived_s, job.started_s)
+
+    def _ending(
+        self, job: Job, finish: FinishReason, executed: np.ndarray, arrived_s: float, started_s: float
+    ) -> GenerateEnd:
+        return GenerateEnd(
+            finish_reason=finish,
+            engine=self._engine,
+            dtype=self._dtype,
+            kernels=KERNELS,
+            prompt_hash=blake3(executed.tobytes()).hexdigest(),
+            cached_tokens=job.cached_tokens,
+            queue_s=started_s - arrived_s,
+            generate_s=time.monotonic() - started_s,
+        )
+
+
+def _take_kept(job: Job) -> KeptSets:
+    offsets = np.cumsum([0, *map(len, job.kept)], dtype=np.int64)
+    ids = np.concatenate([*job.kept, np.empty(0, np.int32)]).astype(np.int32)
+    job.kept.clear()
+    return KeptSets(offsets=offsets, ids=ids)

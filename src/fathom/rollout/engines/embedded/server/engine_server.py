@@ -1,0 +1,113 @@
+"""Wires the process: model, cache, scheduler and HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import final
+
+import torch
+import uvicorn
+
+from fathom.config.families import TransportKind
+from fathom.core.errors import ConfigError
+from fathom.core.ids import EngineId
+from fathom.core.ports.engine import Capabilities, DigestKind
+from fathom.core.records.sampling import InFlightMode
+from fathom.model.cached_attention import KvCache
+from fathom.model.language_model import LanguageModel
+from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
+from fathom.rollout.engines.embedded.server.admission import Stream
+from fathom.rollout.engines.embedded.server.app import EngineApi
+from fathom.rollout.engines.embedded.server.decode.compute import Compute
+from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.scheduler import Scheduler
+from fathom.rollout.engines.embedded.server.weights import WeightSets
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SWITCH_S = 0.0005
+"""How long the HTTP thread may be kept waiting for the interpreter by the decode loop, and the other way round."""
+
+
+@final
+class EngineServer:
+    """One engine: its model is loaded when this exists."""
+
+    def __init__(self, config: EngineConfigLine) -> None:
+        """Load the model and take the memory for KV and weights.
+
+        Raises:
+            ConfigError: the engine cannot be built as configured.
+        """
+        torch.set_num_threads(config.threads)
+        sys.setswitchinterval(_SWITCH_S)
+        _raise_file_limit()
+        self.capabilities = _capabilities(config)
+        self._loop = asyncio.new_event_loop()
+        decoder, weights = _load(config)
+        self._scheduler = Scheduler(EngineId(config.engine), self.capabilities, decoder, weights, self._deliver)
+        self._app = EngineApi(self._scheduler, config.threads).app(config.token)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Answer HTTP in a second thread, decode in this one. Never returns."""
+        threading.Thread(target=self._answer_http, args=(listener,), daemon=True).start()
+        self._scheduler.run()
+
+    def _answer_http(self, listener: socket.socket) -> None:
+        """Outside the main thread uvicorn leaves signals alone: SIGTERM simply ends the process, as it should."""
+        settings = uvicorn.Config(self._app, lifespan="off", log_level="warning", access_log=False, ws="none")
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(uvicorn.Server(settings).serve(sockets=[listener]))
+        except Exception:  # noqa: BLE001 - the process is of no use without this thread: show why and end
+            traceback.print_exc()
+        os._exit(1)
+
+    def _deliver(self, chunks: list[tuple[Stream, Streamed]]) -> None:
+        self._loop.call_soon_threadsafe(_put_all, chunks)
+
+
+def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
+    model = LanguageModel.load(Path(config.model_folder), _DTYPES[config.dtype], config.device)
+    slots, tokens = config.max_running, config.max_context_tokens
+    if tokens > model.shape.max_positions:
+        raise ConfigError(
+            f"a context of {tokens} tokens is more than the model's {model.shape.max_positions}; "
+            "lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    cache = KvCache(model.shape, slots=slots, max_tokens=tokens, dtype=model.dtype, device=model.device)
+    decoder = Decoder(EngineId(config.engine), Compute(model, cache), slots, tokens)
+    return decoder, WeightSets(model.weights())
+
+
+def _capabilities(config: EngineConfigLine) -> Capabilities:
+    return Capabilities(
+        kept_sets=True,
+        routes=False,
+        kv_versions=True,
+        raw_logprobs=True,
+        barriers=True,
+        pinned_versions=True,
+        double_buffered=True,
+        in_flight=frozenset(InFlightMode),
+        transports=frozenset(TransportKind),
+        digest=DigestKind.MEMORY,
+        max_context_tokens=config.max_context_tokens,
+    )
+
+
+def _put_all(chunks: list[tuple[Stream, Streamed]]) -> None:
+    for stream, chunk in chunks:
+        stream.put_nowait(chunk)
+
+
+def _raise_file_limit() -> None:
+    """Every generation in flight holds a connection: use all the open files that this process may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

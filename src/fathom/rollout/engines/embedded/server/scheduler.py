@@ -1,0 +1,273 @@
+"""The decode loop: the only thread that touches the model.
+
+Each turn: answer calls (at a token boundary), admit waiting generations into free slots, prefill, decode, answer one
+score request, send what was sampled. With nothing to do it waits for a call. It waits for no client and no disk.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+import torch
+
+from fathom.core.errors import EngineRefusedError
+from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.ports.engine import (
+    Capabilities,
+    CommitReport,
+    EngineStatus,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+)
+from fathom.core.records.sampling import InFlightMode
+from fathom.rollout.engines.embedded.messages import Streamed
+from fathom.rollout.engines.embedded.server.admission import AdmissionQueue, Job, Stream
+from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.weights import WeightSet, WeightSets
+
+T = TypeVar("T")
+Deliver = Callable[[list[tuple[Stream, Streamed]]], None]
+"""Hands chunks to the event loop's thread."""
+
+_FLUSH_S = 0.05
+"""Tokens of a running sequence are sent no more often than this,"""
+_CHUNKS_PER_S = 250
+"""and so that all sequences together make no more chunks than this: each costs both processes a fraction of a ms."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Drain:
+    """A commit that waits for running generations to end."""
+
+    version: PolicyVersion
+    answer: Future[CommitReport]
+
+
+@final
+class Scheduler:
+    """State is touched on the loop's thread only: other threads hand it functions with `call`."""
+
+    def __init__(
+        self, engine: EngineId, capabilities: Capabilities, decoder: Decoder, weights: WeightSets, deliver: Deliver
+    ) -> None:
+        self._engine = engine
+        self._capabilities = capabilities
+        self._decoder = decoder
+        self._weights = weights
+        self._deliver = deliver
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting = AdmissionQueue()
+        self._jobs: dict[str, Job] = {}
+        self._seen: set[str] = set()
+        self._scores: list[tuple[ScoreRequest, Future[ScoreResult]]] = []
+        self._drain: _Drain | None = None
+        self._outgoing: list[tuple[Stream, Streamed]] = []
+        self._flushed_s = 0.0
+
+    def run(self) -> None:
+        """Serve for ever. An exception from the model ends the process: its state cannot be trusted."""
+        with torch.inference_mode():
+            while True:
+                self._answer_calls(wait=not self._decoder.jobs and not self._scores)
+                self._turn()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the loop's thread at the next token boundary. The only method for other threads."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, who raises it
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer
+
+    # Calls ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, stream: Stream) -> None:
+        """Queue a generation; everything further arrives in `stream`. Raises `EngineRefusedError`."""
+        self._refuse_unservable(request)
+        pinned = None if request.pinned is None else self._weights.pin(request.pinned)
+        if request.pinned is not None and pinned is None:
+            raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
+        job = Job(request=request, stream=stream, arrived_s=time.monotonic(), pinned=pinned)
+        self._seen.add(request.request_id)
+        self._jobs[request.request_id] = job
+        self._waiting.push(job)
+
+    def abort(self, request_id: str) -> None:
+        """End a generation with what it has. Unknown and ended ones are ignored."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        for slot, running in self._decoder.jobs.items():
+            if running is job:
+                self._end(slot, aborted=True)
+                return
+        self._send_last(job, self._decoder.finish_waiting(job))
+
+    def score(self, request: ScoreRequest) -> Future[ScoreResult]:
+        """Queue a scoring; it is computed between two decode steps. Raises `EngineRefusedError`."""
+        self._serving()
+        if len(request.token_ids) > self._capabilities.max_context_tokens:
+            limit = self._capabilities.max_context_tokens
+            raise self._refusal(f"{len(request.token_ids)} tokens to score are more than its context of {limit}")
+        answer: Future[ScoreResult] = Future()
+        self._scores.append((request, answer))
+        return answer
+
+    def take_staging(self) -> WeightSet:
+        """Memory to receive a version in. What was staged before is forgotten."""
+        if self._drain is not None:
+            raise self._refusal(f"the commit of {self._drain.version.name} is draining; wait for it or roll back")
+        return self._weights.take_staging()
+
+    def staged(self) -> WeightSet:
+        """What is staged. Raises `EngineRefusedError` when nothing is."""
+        if self._weights.staged is None:
+            raise self._refusal("nothing is staged; stage a version first")
+        return self._weights.staged
+
+    def received(self, weights: WeightSet, version: PolicyVersion) -> None:
+        """The version lies in `weights`: it is staged."""
+        weights.version = version
+        self._weights.staged = weights
+
+    def give_back(self, weights: WeightSet) -> None:
+        """Receiving failed."""
+        self._weights.give_back(weights)
+
+    def commit(self, version: PolicyVersion, mode: InFlightMode) -> Future[CommitReport]:
+        """Serve what is staged, now or (drain) when what runs has ended. Raises `EngineRefusedError`."""
+        staged = self.staged()
+        if self._drain is not None:
+            raise self._refusal(f"the commit of {self._drain.version.name} is draining already")
+        if staged.version != version:
+            raise self._refusal(f"{version.name} is not what is staged; stage and verify it first")
+        if staged.digest != version.digest:
+            raise self._refusal(
+                f"{version.name} was not verified, or its digest was wrong ({staged.digest or 'none'}); stage it again"
+            )
+        answer: Future[CommitReport] = Future()
+        if mode is InFlightMode.DRAIN:
+            self._drain = _Drain(version=version, answer=answer)
+        else:
+            answer.set_result(self._switch(version, mode))
+        return answer
+
+    def withdraw(self, reason: str) -> None:
+        """Give up a draining commit, if there is one: the old version goes on."""
+        if self._drain is not None:
+            self._drain.answer.set_exception(self._refusal(f"{self._drain.version.name} was not committed: {reason}"))
+            self._drain = None
+
+    def rollback(self) -> None:
+        """Forget what is staged, a draining commit included."""
+        self.withdraw("it was rolled back")
+        self._weights.rollback()
+
+    def status(self) -> EngineStatus:
+        """A look at the engine."""
+        staged = self._weights.staged
+        running = len(self._decoder.jobs)
+        return EngineStatus(
+            engine=self._engine,
+            version=self._weights.live.version,
+            staged=staged.version if staged else None,
+            running=running,
+            queued=len(self._jobs) - running,
+            capabilities=self._capabilities,
+        )
+
+    # The loop ------------------------------------------------------------------------------------------------------
+
+    def _answer_calls(self, wait: bool) -> None:
+        if wait:
+            self._calls.get()()
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _turn(self) -> None:
+        self._finish_drain()
+        while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
+            self._decoder.start(job, self._weights.live)
+        for slot in self._decoder.prefill(self._weights.live):
+            self._end(slot)
+        for slot in self._decoder.decode(self._weights.live):
+            self._end(slot)
+        if self._scores:
+            self._answer_score(*self._scores.pop(0))
+        self._flush()
+
+    def _finish_drain(self) -> None:
+        drain = self._drain
+        if drain is not None and not any(job.pinned is None for job in self._decoder.jobs.values()):
+            self._drain = None
+            drain.answer.set_result(self._switch(drain.version, InFlightMode.DRAIN))
+
+    def _switch(self, version: PolicyVersion, mode: InFlightMode) -> CommitReport:
+        began_s = time.monotonic()
+        running = sum(job.pinned is None for job in self._decoder.jobs.values())
+        self._weights.commit()
+        for slot in self._decoder.switch(self._weights.live, mode is InFlightMode.RECOMPUTE):
+            self._end(slot)
+        return CommitReport(version=version, pause_s=time.monotonic() - began_s, running=running)
+
+    def _answer_score(self, request: ScoreRequest, answer: Future[ScoreResult]) -> None:
+        live = self._weights.live
+        version = self._serving()
+        answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
+
+    def _flush(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._flushed_s >= max(_FLUSH_S, len(self._decoder.jobs) / _CHUNKS_PER_S):
+            self._flushed_s = now_s
+            for slot in self._decoder.unsent():
+                self._outgoing.append((self._decoder.jobs[slot].stream, self._decoder.flush(slot)))
+        if self._outgoing:
+            self._deliver(self._outgoing)
+            self._outgoing = []
+
+    def _end(self, slot: int, aborted: bool = False) -> None:
+        job = self._decoder.jobs[slot]
+        self._send_last(job, self._decoder.finish(slot, aborted))
+
+    def _send_last(self, job: Job, last: Streamed) -> None:
+        job.ended = True
+        del self._jobs[job.request.request_id]
+        if job.pinned is not None:
+            job.pinned.users -= 1
+        self._outgoing.append((job.stream, last))
+
+    # Refusals ------------------------------------------------------------------------------------------------------
+
+    def _refuse_unservable(self, request: GenerateRequest) -> None:
+        limit, prompt = self._capabilities.max_context_tokens, request.prompt_ids
+        self._serving()
+        if request.request_id in self._seen:
+            raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
+        if prompt.ndim != 1 or len(prompt) < 1 or request.max_new_tokens < 1:
+            raise self._refusal("a generation needs at least one prompt token and max_new_tokens >= 1")
+        if len(prompt) >= limit:
+            raise self._refusal(f"a prompt of {len(prompt)} tokens leaves no room in its context of {limit}")
+        ids = [int(prompt.min()), int(prompt.max()), *request.stop_ids]
+        if min(ids) < 0 or max(ids) >= self._decoder.vocab_size:
+            raise self._refusal(f"ids {min(ids)}..{max(ids)} are outside its vocabulary of {self._decoder.vocab_size}")
+        if request.want_routes:
+            raise self._refusal("it has no expert routes; ask for them only where the capability `routes` is declared")
+
+    def _serving(self) -> PolicyVersion:
+        if self._weights.live.version is None:
+            raise self._refusal("it has no version yet; stage, verify and commit one first")
+        return self._weights.live.version
+
+    def _refusal(self, reason: str) -> EngineRefusedError:
+        return EngineRefusedError(self._engine, reason)

@@ -1,0 +1,1 @@
+"""The scripted engine: the whole port in process, for tests of whatever drives an engine."""
