@@ -18,6 +18,9 @@ from fathom.core.records.trajectory import KeptSets
 _MASS_ROUNDING = 1e-6
 """A kept set whose mass misses top_p by this much has reached it: sums of float32 probabilities are no better."""
 
+_FIRST_WIDTH = 512
+"""Likeliest tokens that are looked at before the whole vocabulary is ordered."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDistribution:
@@ -31,7 +34,8 @@ class SamplingDistribution:
 
 def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> SamplingDistribution:
     """The distribution of each row of float32 logits [B, V]: temperature, then top_k, top_p, min_p, each on what the
-    one before left, renormalised. The most likely token always survives; equal ones survive in order of their ids.
+    one before left, renormalised. The most likely token always survives; of equally likely ones at a set's edge, which
+    survive is up to the backend (the record says).
     """
     temperature = _column([p.temperature for p in params], logits)
     scaled = logits / temperature
@@ -50,17 +54,36 @@ def kept_sets(kept: Tensor) -> KeptSets:
 
 
 def _kept_mask(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
+    """bool [B, V]. Ordering a whole vocabulary is slow, so the likeliest tokens are tried first."""
     vocab = scaled.shape[1]
+    kept = torch.ones_like(scaled, dtype=torch.bool)
+    rows = [row for row, own in enumerate(params) if own.truncates]
+    cut, own = scaled[rows], [params[row] for row in rows]
+    ids, among, whole = _kept_among_likeliest(cut, own, min(_FIRST_WIDTH, vocab))
+    if not whole:
+        ids, among, _ = _kept_among_likeliest(cut, own, vocab)
+    kept[rows] = torch.zeros_like(kept[rows]).scatter(1, ids, among)
+    return kept
+
+
+def _kept_among_likeliest(scaled: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor, bool]:
+    """The `width` likeliest tokens of each row, most likely first: ids [B, width], which of them are kept
+    [B, width], and whether every row's kept set is known by them alone."""
+    vocab = scaled.shape[1]
+    ordered, ids = scaled.topk(width, dim=1)
     top_k = _column([p.top_k or vocab for p in params], scaled)
-    kept = torch.arange(vocab, device=scaled.device) < top_k
-    probs = torch.softmax(ordered.masked_fill(~kept, -torch.inf), dim=1)
-    mass_before = probs.cumsum(dim=1) - probs
     top_p = _column([p.top_p if p.top_p < 1 else torch.inf for p in params], scaled)
-    kept &= mass_before < top_p - _MASS_ROUNDING
-    kept &= probs >= _column([p.min_p for p in params], scaled) * probs[:, :1]
+    min_p = _column([p.min_p for p in params], scaled)
+
+    kept = torch.arange(width, device=scaled.device) < top_k
+    of_kept = ordered.masked_fill(~kept, -torch.inf).logsumexp(dim=1, keepdim=True)
+    normaliser = torch.where(top_k < vocab, of_kept, scaled.logsumexp(dim=1, keepdim=True))
+    probs = (ordered - normaliser).exp()
+    kept &= probs.cumsum(dim=1) - probs < top_p - _MASS_ROUNDING
+    kept &= probs >= min_p * probs[:, :1]
     kept[:, 0] = True
-    return torch.zeros_like(kept).scatter(1, ids, kept)
+    ends_inside = (top_k >= vocab) & ~kept[:, -1:]
+    return ids, kept, width == vocab or bool(((top_k <= width) | ends_inside).all())
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
