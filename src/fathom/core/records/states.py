@@ -58,3 +58,5 @@ class Fate(StrEnum):
     """The occurrence used up its attempts."""
     STOPPED = "stopped"
     """The run ended while it was running."""
+    NO_STEP = "no_step"
+    """It was in a batch, but no step on that batch changed the weights by it."""
