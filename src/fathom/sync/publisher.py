@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import final
 
@@ -67,6 +68,7 @@ class Publisher:
         self._fenced: dict[EngineId, str] = {}
         self._delivered: _Offer | None = None
         self._turn = asyncio.Lock()
+        self._transport_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transport")
 
     @property
     def delivered(self) -> PolicyVersion | None:
@@ -110,7 +112,7 @@ class Publisher:
             finally:
                 for version in (before, manifest.version):
                     if version is not None and version != self.delivered:
-                        self._transport.release(version)
+                        self._transport_thread.submit(self._transport.release, version)
 
     async def restore(self, engine: Receiver) -> None:
         """Let an engine serve (again): a fenced one, its replacement, or a new one, by a full verified reload.
@@ -130,6 +132,19 @@ class Publisher:
                 if not commit.answers:
                     raise EngineError(engine.id, f"cannot be restored, replace it; {self._fenced[engine.id]}")
             del self._fenced[engine.id]
+
+    async def close(self) -> None:
+        """Close the transport. Engines go on serving what they hold; nothing more is published. Idempotent.
+
+        Raises:
+            DeliveryError: a write is stuck; its bytes were not removed.
+        """
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await asyncio.to_thread(self._transport_thread.shutdown)
+        except TimeoutError as error:
+            raise DeliveryError("a write of weights is stuck: look at the medium, then end the process") from error
+        self._transport.close()
 
     async def _deliver(self, offer: _Offer, write_s: float) -> Publication:
         """The protocol, from a readable version to one that serves."""
@@ -159,10 +174,12 @@ class Publisher:
         )
 
     async def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> WeightSource:
+        """One thread serves the transport, so what outlives its deadline is finished before anything else begins."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._faults.reach("write.before")
-                source = await asyncio.to_thread(self._transport.publish, manifest, tensors)
+                loop = asyncio.get_running_loop()
+                source = await loop.run_in_executor(self._transport_thread, self._transport.publish, manifest, tensors)
                 await self._faults.reach("write.after")
                 return source
         except TimeoutError as error:

@@ -14,7 +14,8 @@ class Receiver(Protocol):
     """Takes versions. Every `core.ports.engine.Engine` is one; the contracts of the calls are stated there.
 
     `stage` raises `PayloadError` or `EngineRefusedError` when the version does not fit the engine's model, and any
-    other error when the engine failed. A `stage` after another one replaces what was staged.
+    other error when the engine failed. A `stage` after another one replaces what was staged, and begins only when
+    nothing of the earlier one still writes.
     """
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -25,10 +26,10 @@ _NO_FAULTS = NoFaults()
 async def receive(
     source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor], faults: Faults = _NO_FAULTS
 ) -> None:
-    """Overwrite `into` (contiguous, any device) with the version in `source`; the copy runs in a thread.
+    """Overwrite `into` (contiguous, any device) with the version in `source`. The copy runs in a thread.
 
-    When this raises, `into` may hold anything and must not serve. What arrived is proven by `digest(into)` later.
-    Places: `receive.before`, `receive.after`.
+    When this raises or is cancelled, `into` may hold anything and must not serve, but nothing writes there any more.
+    What arrived is proven by `digest(into)` later. `faults` reaches `receive.before` and `receive.after`.
 
     Raises:
         PayloadError: a tensor is missing, unknown, of another shape or element type, or the source cannot be read as
@@ -36,7 +37,7 @@ async def receive(
     """
     check_fit(manifest, into)
     await faults.reach("receive.before")
-    await asyncio.to_thread(_copy, source, manifest, into)
+    await _copy_in_thread(source, manifest, into)
     await faults.reach("receive.after")
 
 
@@ -58,9 +59,22 @@ def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
             raise PayloadError(f"tensor {entry.name!r} is not contiguous in the engine; stage into contiguous memory")
 
 
-def _copy(source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor]) -> None:
+async def _copy_in_thread(source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor]) -> None:
+    given_up = threading.Event()
+    copying = asyncio.create_task(asyncio.to_thread(_copy, source, manifest, into, given_up))
+    try:
+        await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        given_up.set()
+        await asyncio.wait([copying])  # a late write would spoil what is staged next
+        raise
+
+
+def _copy(source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor], given_up: threading.Event) -> None:
     try:
         for entry, piece in _pieces(source, manifest):
+            if given_up.is_set():
+                return
             byte_view(into[entry.name]).copy_(piece)
     except (OSError, SafetensorError) as error:
         raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {error}") from error

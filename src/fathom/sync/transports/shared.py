@@ -87,10 +87,8 @@ class _Buffer:
 
 
 def _create(folder: Path, size_bytes: int) -> _Buffer:
-    path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    path, descriptor = _locked_file(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.posix_fallocate(descriptor, 0, size_bytes)  # a full medium must raise here, not kill the process at a write
         return _Buffer(path=path, descriptor=descriptor, memory=mmap.mmap(descriptor, size_bytes))
     except OSError as error:
@@ -100,6 +98,16 @@ def _create(folder: Path, size_bytes: int) -> _Buffer:
             f"no {size_bytes / 1e6:.0f} MB for a version in {folder} ({error}); make room there, "
             "or set sync.transport = 'disk'"
         ) from error
+
+
+def _locked_file(folder: Path) -> tuple[Path, int]:
+    while True:
+        path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else taken for an orphan in the moment before it was locked
+            return path, descriptor
+        os.close(descriptor)
 
 
 def _remove_orphans(folder: Path) -> None:

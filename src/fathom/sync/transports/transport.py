@@ -12,7 +12,7 @@ from fathom.core.manifest import Manifest, WeightSource
 
 
 class Transport(Protocol):
-    """Makes versions readable. Its calls block; the publisher makes them in a thread, one at a time."""
+    """Makes versions readable. Its calls block; the publisher makes them in one thread of its own."""
 
     def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> WeightSource:
         """Make the version readable and say where. It stays whole until it is released.

@@ -1,0 +1,407 @@
+"""The protocol: each engine ends with the old or the new version, whole, or is fenced."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.config.rollout import SyncConfig
+from fathom.core.errors import DeliveryError, EngineError, EngineRefusedError, PayloadError
+from fathom.core.ids import EngineId
+from fathom.core.manifest import SharedMemorySource
+from fathom.core.ports.engine import DigestKind, VerifyReport
+from fathom.core.records.sampling import InFlightMode
+from fathom.sync.digest import digest
+from fathom.sync.memory_receiver import MemoryReceiver
+from fathom.sync.publisher import Publisher
+from fathom.sync.scripted_faults import Fault, FaultKind, ScriptedFaults
+from fathom.sync.transports.shared import SharedTransport
+
+A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
+PLACES = [f"{phase}.{when}" for phase in ("stage", "verify", "commit") for when in ("before", "after")]
+
+
+def weights(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(3, 4, generator=generator).bfloat16() for name in ("embed", "q", "k")}
+
+
+def damaged(manifest, source, name):
+    """A copy of the source with one bit of one tensor flipped on the way."""
+    content = bytearray(Path(source.path).read_bytes())
+    content[next(entry.offset for entry in manifest.tensors if entry.name == name)] ^= 1
+    copy = Path(f"{source.path}.damaged")
+    copy.write_bytes(content)
+    return SharedMemorySource(path=str(copy))
+
+
+@dataclass
+class Wrapped:
+    """A receiver with one thing bent."""
+
+    inner: MemoryReceiver
+    stage_raises: list[Exception] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)
+    report: VerifyReport | None = None
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def id(self):
+        return self.inner.id
+
+    async def stage(self, manifest, source):
+        self.calls.append("stage")
+        if self.stage_raises:
+            raise self.stage_raises.pop()
+        if self.corrupt:
+            source = damaged(manifest, source, self.corrupt.pop())
+        return await self.inner.stage(manifest, source)
+
+    async def verify(self):
+        self.calls.append("verify")
+        return self.report or await self.inner.verify()
+
+    async def commit(self, version, mode):
+        self.calls.append("commit")
+        return await self.inner.commit(version, mode)
+
+    async def rollback(self):
+        self.calls.append("rollback")
+        await self.inner.rollback()
+
+
+class Fleet:
+    """Three engines, a publisher and its transport."""
+
+    def __init__(self, folder, *faults: Fault, min_engines: int = 1, timeout_s: float = 5.0):
+        self.faults = ScriptedFaults(*faults)
+        self.engines = {name: Wrapped(MemoryReceiver(name, weights(0))) for name in (A, B, C)}
+        self.transport = SharedTransport(folder, memory_folder=folder)
+        self.publisher = Publisher(
+            list(self.engines.values()),
+            self.transport,
+            SyncConfig(min_engines=min_engines, timeout_s=timeout_s),
+            self.faults,
+        )
+
+    async def publish(self, number: int, incarnation: int = 1):
+        return await self.publisher.publish(weights(number), number, incarnation, InFlightMode.CONTINUE)
+
+    def holds(self, engine: EngineId, number: int | None) -> bool:
+        receiver = self.engines[engine].inner
+        if number is None:
+            return receiver.version is None
+        return (
+            receiver.version is not None
+            and receiver.version.number == number
+            and digest(receiver.weights) == receiver.version.digest == digest(weights(number))
+        )
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    opened = []
+
+    def open_fleet(*faults, **options):
+        opened.append(Fleet(tmp_path, *faults, **options))
+        return opened[-1]
+
+    yield open_fleet
+    for each in opened:
+        each.transport.close()
+
+
+def test_a_version_reaches_every_engine_and_the_report_says_so(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        assert fleet.publisher.serving == ()
+        first, second = await fleet.publish(0), await fleet.publish(1)
+        assert first.parent is None
+        assert second.parent == first.version
+        assert second.version.digest == digest(weights(1))
+        assert second.committed == fleet.publisher.serving == (A, B, C)
+        assert second.fenced == {}
+        assert second.size_bytes == 3 * 12 * 2
+        assert min(second.write_s, second.stage_s, second.verify_s, second.commit_s) > 0
+        assert all(fleet.holds(engine, 1) for engine in (A, B, C))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [FaultKind.RAISE, FaultKind.HANG])
+def test_an_engine_that_fails_or_hangs_anywhere_is_fenced_and_the_rest_commit(fleet, place, kind):
+    fleet = fleet(Fault(place=f"{place}.b", kind=kind, visit=1), timeout_s=0.3)
+
+    async def scenario():
+        await fleet.publish(0)
+        report = await fleet.publish(1)
+        assert report.committed == fleet.publisher.serving == (A, C)
+        assert set(report.fenced) == {B}
+        assert place.split(".")[0] in report.fenced[B]
+        assert fleet.holds(A, 1)
+        assert fleet.holds(C, 1)
+        calls = len(fleet.engines[B].calls)
+        later = await fleet.publish(2)
+        assert later.fenced == {}
+        assert len(fleet.engines[B].calls) == calls, "a fenced engine was called"
+
+    asyncio.run(scenario())
+
+
+def test_a_delay_within_the_deadline_fences_nobody(fleet):
+    fleet = fleet(Fault(place="stage.before.b", kind=FaultKind.DELAY, seconds=0.05))
+    report = asyncio.run(fleet.publish(0))
+    assert report.committed == (A, B, C)
+    assert report.stage_s >= 0.05
+
+
+def test_a_digest_wrong_on_one_engine_fences_it_and_names_the_tensor(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        fleet.engines[B].corrupt.append("q")
+        report = await fleet.publish(1)
+        assert report.committed == (A, C)
+        assert "'q'" in report.fenced[B]
+        assert fleet.holds(B, 0), "the corrupt version must not serve"
+
+    asyncio.run(scenario())
+
+
+def test_a_digest_wrong_on_every_engine_cancels_and_the_parent_goes_on(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        for engine in fleet.engines.values():
+            engine.corrupt.append("embed")
+        with pytest.raises(PayloadError, match=r"v1@1 is cancelled.*'embed'"):
+            await fleet.publish(1)
+        assert fleet.publisher.delivered.number == 0
+        assert fleet.publisher.serving == (A, B, C)
+        assert all(fleet.holds(engine, 0) for engine in (A, B, C))
+        assert all(engine.inner.staged is None for engine in fleet.engines.values()), "not rolled back"
+        assert (await fleet.publish(1)).committed == (A, B, C), "a number that was not delivered can be used"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [PayloadError("no place for 'q'"), EngineRefusedError(A, "no place for 'q'")])
+def test_a_version_that_every_engine_refuses_to_stage_is_cancelled(fleet, error):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        for engine in fleet.engines.values():
+            engine.stage_raises.append(error)
+        with pytest.raises(PayloadError, match="no place for 'q'"):
+            await fleet.publish(1)
+        assert fleet.publisher.serving == (A, B, C)
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_model_is_cancelled_by_name(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        tensors = weights(1)
+        tensors["query"] = tensors.pop("q")
+        with pytest.raises(PayloadError, match=r"'q'.*'query'"):
+            await fleet.publisher.publish(tensors, 1, 1, InFlightMode.CONTINUE)
+        assert all(fleet.holds(engine, 0) for engine in (A, B, C))
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_roll_back_is_fenced(fleet):
+    fleet = fleet(Fault(place="rollback.before.c", kind=FaultKind.RAISE))
+
+    async def scenario():
+        await fleet.publish(0)
+        for engine in fleet.engines.values():
+            engine.corrupt.append("embed")
+        with pytest.raises(PayloadError):
+            await fleet.publish(1)
+        assert fleet.publisher.serving == (A, B)
+
+    asyncio.run(scenario())
+
+
+def test_too_few_engines_before_the_commit_leave_the_parent_everywhere(fleet):
+    fleet = fleet(Fault(place="verify.before.a", kind=FaultKind.RAISE, visit=1), min_engines=3)
+
+    async def scenario():
+        await fleet.publish(0)
+        with pytest.raises(DeliveryError, match=r"2 engines.*3 are required.*a: verify failed"):
+            await fleet.publish(1)
+        assert fleet.publisher.delivered.number == 0
+        assert fleet.publisher.serving == (B, C)
+        assert all(fleet.holds(engine, 0) for engine in (A, B, C))
+        assert fleet.engines[B].inner.staged is None
+        await fleet.publisher.restore(fleet.engines[A])
+        assert (await fleet.publish(1)).committed == (A, B, C)
+
+    asyncio.run(scenario())
+
+
+def test_too_few_engines_after_the_commit_is_an_error_that_keeps_the_number_used(fleet):
+    fleet = fleet(
+        Fault(place="commit.after.a", kind=FaultKind.RAISE),
+        Fault(place="commit.before.b", kind=FaultKind.RAISE),
+        min_engines=2,
+    )
+
+    async def scenario():
+        with pytest.raises(DeliveryError):
+            await fleet.publish(0)
+        assert fleet.publisher.delivered.number == 0
+        assert fleet.publisher.serving == (C,)
+        with pytest.raises(DeliveryError):
+            await fleet.publish(1)
+        await fleet.publisher.restore(fleet.engines[A])
+        with pytest.raises(PayloadError, match="numbers never restart"):
+            await fleet.publish(0)
+        assert (await fleet.publish(1)).committed == (A, C)
+
+    asyncio.run(scenario())
+
+
+def test_numbers_never_restart(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(7)
+        for number, incarnation in [(7, 1), (6, 1), (9, 0)]:
+            with pytest.raises(PayloadError, match="numbers never restart"):
+                await fleet.publish(number, incarnation)
+        resumed = await fleet.publish(7, 2)
+        assert resumed.version.incarnation == 2
+        assert resumed.parent.name == "v7@1"
+        assert (await fleet.publish(10, 2)).parent == resumed.version
+
+    asyncio.run(scenario())
+
+
+def test_a_fenced_engine_returns_only_by_a_full_verified_reload(fleet):
+    fleet = fleet(Fault(place="stage.before.b", kind=FaultKind.RAISE, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        await fleet.publish(1)
+        fleet.engines[B].corrupt.append("k")
+        with pytest.raises(EngineError, match=r"b: cannot be restored.*'k'"):
+            await fleet.publisher.restore(fleet.engines[B])
+        assert fleet.publisher.serving == (A, C)
+        await fleet.publisher.restore(fleet.engines[B])
+        assert fleet.publisher.serving == (A, B, C)
+        assert fleet.publisher.fenced == {}
+        assert fleet.holds(B, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_replacement_or_a_new_engine_is_taken_in(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        fleet.publisher.fence(B, "its process ended")
+        assert fleet.publisher.serving == (A, C)
+        fleet.engines[B] = Wrapped(MemoryReceiver(B, weights(0)))
+        await fleet.publisher.restore(fleet.engines[B])
+        fleet.engines["d"] = Wrapped(MemoryReceiver(EngineId("d"), weights(0)))
+        await fleet.publisher.restore(fleet.engines["d"])
+        assert fleet.publisher.serving == (A, B, C, "d")
+        assert fleet.holds("d", 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_failed_before_the_first_delivery_can_take_part_in_it(fleet):
+    faults = [Fault(place=f"stage.before.{engine}", kind=FaultKind.RAISE) for engine in (A, B, C)]
+    fleet = fleet(*faults)
+
+    async def scenario():
+        with pytest.raises(DeliveryError):
+            await fleet.publish(0)
+        assert fleet.publisher.delivered is None
+        await fleet.publisher.restore(fleet.engines[A])
+        assert fleet.publisher.serving == ()
+        assert (await fleet.publish(0)).committed == fleet.publisher.serving == (A,)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_prove_its_memory_does_not_serve(fleet):
+    fleet = fleet()
+    fleet.engines[A].report = VerifyReport(digest=digest(weights(0)), kind=DigestKind.RECEIVED, verify_s=0.0)
+    report = asyncio.run(fleet.publish(0))
+    assert report.committed == (B, C)
+    assert "nothing proves" in report.fenced[A]
+
+
+@pytest.mark.parametrize("place", ["write.before", "write.after"])
+def test_a_write_that_hangs_is_a_delivery_error_and_nothing_changes(fleet, place):
+    fleet = fleet(Fault(place=place, kind=FaultKind.HANG, visit=1), timeout_s=0.3)
+
+    async def scenario():
+        await fleet.publish(0)
+        with pytest.raises(DeliveryError, match="not written within"):
+            await fleet.publish(1)
+        assert fleet.publisher.serving == (A, B, C)
+        assert (await fleet.publish(1)).committed == (A, B, C)
+
+    asyncio.run(scenario())
+
+
+def test_a_publication_cancelled_during_the_commit_fences_who_did_not_confirm(fleet):
+    fleet = fleet(Fault(place="commit.after.b", kind=FaultKind.HANG, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        task = asyncio.create_task(fleet.publish(1))
+        while min(fleet.faults.reached.count(f"commit.after.{engine}") for engine in (A, B, C)) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert fleet.publisher.delivered.number == 1
+        assert fleet.publisher.serving == (A, C)
+        assert "interrupted" in fleet.publisher.fenced[B]
+
+    asyncio.run(scenario())
+
+
+def test_publications_take_turns(fleet):
+    fleet = fleet(Fault(place="stage.before.a", kind=FaultKind.DELAY, seconds=0.05))
+
+    async def scenario():
+        first, second = await asyncio.gather(fleet.publish(0), fleet.publish(1))
+        assert second.parent == first.version
+        assert all(fleet.holds(engine, 1) for engine in (A, B, C))
+
+    asyncio.run(scenario())
+
+
+def test_a_long_chain_uses_two_shared_files(fleet, tmp_path):
+    fleet = fleet()
+
+    async def scenario():
+        for number in range(10):
+            await fleet.publish(number)
+            if number % 3 == 2:
+                for engine in fleet.engines.values():
+                    engine.corrupt.append("embed")
+                with pytest.raises(PayloadError):
+                    await fleet.publisher.publish(weights(99), number + 1, 1, InFlightMode.CONTINUE)
+        assert len([path for path in tmp_path.iterdir() if path.suffix != ".damaged"]) == 2
+
+    asyncio.run(scenario())
