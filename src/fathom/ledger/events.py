@@ -153,6 +153,8 @@ class Published(msgspec.Struct, frozen=True, tag="published.1"):
     """How it travelled."""
     size_bytes: int
     """Bytes moved."""
+    write_s: float
+    """Seconds to digest the version and make it readable."""
     stage_s: float
     """Seconds to stage, the slowest engine."""
     verify_s: float

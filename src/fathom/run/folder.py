@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import final
@@ -12,6 +13,14 @@ from typing import final
 from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 
 
 @final
@@ -25,7 +34,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.model = path / "model"
-        self.publications = path / "publications"
+        self.tokenizer = path / "tokenizer"
         self._lock: int | None = None
 
     @classmethod
@@ -82,10 +91,17 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint. None: none yet. A folder is complete once it has its final name."""
-        steps = sorted(self.checkpoints.glob("step-*"), key=lambda path: path.name)
-        return steps[-1] if steps else None
+    @property
+    def has_history(self) -> bool:
+        """True once a ledger was started in it."""
+        return any(self.ledger.iterdir())
+
+    def keep_tokenizer(self, source: Path) -> None:
+        """Copy the tokenizer's files from a model folder, so that the run's tokens can be read for ever."""
+        self.tokenizer.mkdir(exist_ok=True)
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, self.tokenizer / name)
 
 
 def free_bytes(path: Path) -> int:

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+_MAX_POSITIONS = 256
 _CHARACTERS = "0123456789+-*/=() \n.,:?abcdefghijklmnopqrstuvwxyz"
 
 
@@ -27,9 +28,11 @@ class CharacterVocabulary:
     """Ends an answer."""
     pad_id: int
     """Fills nothing in Fathom; for other tools."""
+    max_positions: int
+    """Longest sequence."""
 
 
-def save_character_tokenizer(folder: Path, max_positions: int) -> CharacterVocabulary:
+def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
     """Write `tokenizer.json` and what belongs to it into `folder`.
 
     A prompt is `<bos>` and the characters of its text, e.g. `12+7=` is `<bos> 1 2 + 7 =`; an answer ends with
@@ -46,10 +49,14 @@ def save_character_tokenizer(folder: Path, max_positions: int) -> CharacterVocab
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": PAD,
-        "model_max_length": max_positions,
+        "model_max_length": _MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return CharacterVocabulary(
-        size=len(vocabulary), bos_id=vocabulary[BOS], eos_id=vocabulary[EOS], pad_id=vocabulary[PAD]
+        size=len(vocabulary),
+        bos_id=vocabulary[BOS],
+        eos_id=vocabulary[EOS],
+        pad_id=vocabulary[PAD],
+        max_positions=_MAX_POSITIONS,
     )

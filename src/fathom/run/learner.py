@@ -1,0 +1,92 @@
+"""The trainer as the event loop sees it: one thread that computes, while the loop goes on serving rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar, final
+
+import numpy as np
+from torch import Tensor
+
+from fathom.config.trainer import WarmStartConfig
+from fathom.core.records.demonstration import Demonstration
+from fathom.core.records.row import Row
+from fathom.core.records.step import StepOutcome, TrainBatch
+from fathom.run.stop import Stop
+from fathom.sync.digest import digest
+from fathom.trainer.backends.port import Backend
+from fathom.trainer.loop.trainer import Trainer
+from fathom.trainer.loop.warm_start import WarmStartStep, warm_start
+
+T = TypeVar("T")
+
+
+@final
+class Learner:
+    """Owns the thread in which everything of the trainer runs, one call at a time."""
+
+    def __init__(self, trainer: Trainer, backend: Backend, stop: Stop) -> None:
+        self._trainer = trainer
+        self._backend = backend
+        self._stop = stop
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self._trainer.version
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The cast tensors; they must not be read while a step runs."""
+        return self._backend.weights()
+
+    async def steps(self, batch: TrainBatch, version: int) -> AsyncIterator[StepOutcome]:
+        """Train on a batch, one outcome after each step. Raises StepStoppedError when the run is asked to end."""
+        steps = self._trainer.steps(batch, version, lambda: self._stop.asked)
+        while (outcome := await self._call(lambda: next(steps, None))) is not None:
+            yield outcome
+
+    async def warm_start(
+        self, demonstrations: Sequence[Demonstration], config: WarmStartConfig, tokens_per_micro_batch: int, seed: int
+    ) -> AsyncIterator[WarmStartStep]:
+        """Imitate demonstrations before RL begins."""
+        steps = warm_start(
+            self._backend,
+            demonstrations,
+            config,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            seed=seed,
+            stop=lambda: self._stop.asked,
+        )
+        while (step := await self._call(lambda: next(steps, None))) is not None:
+            yield step
+
+    async def begin(self) -> None:
+        """RL starts from the current weights, as version 0."""
+        await self._call(self._trainer.begin)
+
+    async def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """float32 [N] for each row, under the current weights."""
+        return await self._call(lambda: self._trainer.logprobs(rows))
+
+    async def digest(self) -> str:
+        """Root digest (hex) of the cast weights."""
+        return await self._call(lambda: digest(self._backend.weights()))
+
+    async def save(self, write: Callable[[Callable[[Path], None]], T]) -> T:
+        """Run `write`, which is given the function that saves the trainer into a folder."""
+        return await self._call(lambda: write(self._backend.save))
+
+    async def load(self, folder: Path) -> None:
+        """Become what a checkpoint holds."""
+        await self._call(lambda: self._backend.load(folder))
+
+    def close(self) -> None:
+        """Let the thread end after the forward it is in."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,263 @@
+"""Places a run on one machine: the trainer in this process, the engine in its own, graders in theirs.
+
+Importing this loads torch; the graders must have been started before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import version as library_version
+from pathlib import Path
+
+from fathom.buffer.books import Books
+from fathom.buffer.clock import Clock
+from fathom.buffer.group_buffer import GroupBuffer
+from fathom.buffer.source import OccurrenceSource
+from fathom.config.run import RunConfig
+from fathom.core.ids import EngineId
+from fathom.core.ports.engine import Engine
+from fathom.core.ports.environment import DemonstratedEnvironment
+from fathom.core.records.demonstration import Demonstration
+from fathom.envs.grading.grader import Grader
+from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
+from fathom.ledger.reader import LedgerReader
+from fathom.ledger.writer import LedgerWriter
+from fathom.model.tiny import make_tiny
+from fathom.rollout.engines.launch import LAUNCHERS, EngineSpec
+from fathom.rollout.episode import EpisodeRunner
+from fathom.rollout.router.router import Router
+from fathom.run.checkpoint import Checkpoints, LoopState
+from fathom.run.delivery import Delivery
+from fathom.run.evaluation import Evaluator
+from fathom.run.fleet import Fleet
+from fathom.run.folder import RunFolder
+from fathom.run.learner import Learner
+from fathom.run.pipeline import Parts, Pipeline
+from fathom.run.recorder import Observer, Recorder
+from fathom.run.resolve import Resolved
+from fathom.run.stop import Stop
+from fathom.run.trackers import SINKS, TrackerFeed
+from fathom.sync.transports import TRANSPORTS
+from fathom.text.characters import save_character_tokenizer
+from fathom.trainer.backends.torch_backend import TorchBackend
+from fathom.trainer.loop.trainer import Trainer
+
+_LIBRARIES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+
+
+async def drive(
+    resolved: Resolved, folder: RunFolder, grader: Grader, stop: Stop, observers: tuple[Observer, ...]
+) -> str:
+    """Open an incarnation of the run in `folder`, go on from its newest checkpoint or from the start, run to the end.
+
+    Returns how it ended: `steps`, `data` or `stopped`. An error is recorded and raised.
+    """
+    checkpoints = Checkpoints(
+        folder.checkpoints, keep=resolved.config.checkpoint.keep, fsync=resolved.config.ledger.fsync
+    )
+    newest = checkpoints.newest()
+    recorder = _open_history(resolved.config, folder, newest[0] if newest else None, observers)
+    feed = _trackers(resolved.config, folder)
+    try:
+        reason = await _run(resolved, folder, grader, stop, recorder, checkpoints, newest)
+        recorder.record(RunEnded(reason=reason, step=_step_of(checkpoints)))
+        return reason
+    except BaseException as error:
+        recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=_step_of(checkpoints)))
+        raise
+    finally:
+        recorder.close()
+        feed.close()
+
+
+async def _run(
+    resolved: Resolved,
+    folder: RunFolder,
+    grader: Grader,
+    stop: Stop,
+    recorder: Recorder,
+    checkpoints: Checkpoints,
+    newest: tuple[LoopState, Path] | None,
+) -> str:
+    config = resolved.config
+    model_folder = _model_folder(resolved, folder)
+    backend = TorchBackend(model_folder, config.trainer)
+    learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
+    fleet = _fleet(config, folder, model_folder, recorder)
+    buffer = _buffer(resolved, recorder.incarnation)
+    try:
+        await fleet.start()
+        if newest is None:
+            await _begin(resolved, learner, recorder)
+        else:
+            state, trainer_folder = newest
+            await learner.load(trainer_folder)
+            with LedgerReader(folder.ledger) as reader:
+                recorder.record(*buffer.restore(state.buffer, lambda name: reader.trajectory(name).trajectory))
+        runner = EpisodeRunner(
+            router=Router(lambda: fleet.serving),
+            decode=resolved.tokenizer.decode,
+            grade=grader.grade,
+            stop_ids=resolved.tokenizer.special.stop_ids,
+            tokenizer=resolved.renderer.identity,
+        )
+        pipeline = Pipeline(
+            Parts(
+                config=config,
+                tasks=resolved.train,
+                buffer=buffer,
+                runner=runner,
+                learner=learner,
+                delivery=Delivery(config, recorder.incarnation, learner, fleet, recorder),
+                fleet=fleet,
+                recorder=recorder,
+                checkpoints=checkpoints,
+                evaluator=_evaluator(resolved, runner),
+                stop=stop,
+            )
+        )
+        return await pipeline.run()
+    finally:
+        learner.close()
+        await fleet.close()
+
+
+async def _begin(resolved: Resolved, learner: Learner, recorder: Recorder) -> None:
+    """A fresh run: the warm start if there is one, then version 0."""
+    config = resolved.config
+    if config.warm_start is not None:
+        demonstrations = _demonstrations(resolved, config.warm_start.tasks)
+        steps = learner.warm_start(
+            demonstrations, config.warm_start, config.trainer.tokens_per_micro_batch, config.seed
+        )
+        async for step in steps:
+            recorder.record(WarmStartStepped(step=step.step, loss=step.loss, tokens=step.tokens))
+        recorder.commit()
+    await learner.begin()
+
+
+def _demonstrations(resolved: Resolved, count: int) -> list[Demonstration]:
+    environment = resolved.environment
+    assert isinstance(environment, DemonstratedEnvironment), "checked when the run was resolved"
+    return [
+        resolved.renderer.render_demonstration(
+            prompted.task.messages, environment.demonstration(prompted.task), source=prompted.task.id
+        )
+        for prompted in resolved.train[:count]
+    ]
+
+
+def _open_history(
+    config: RunConfig, folder: RunFolder, state: LoopState | None, observers: tuple[Observer, ...]
+) -> Recorder:
+    """The ledger, with a new incarnation opened in it."""
+    if folder.has_history:
+        writer = LedgerWriter.open(folder.ledger, fsync=config.ledger.fsync)
+        with LedgerReader(folder.ledger) as reader:
+            incarnation = 1 + len(reader.events(IncarnationOpened, include_undone=True))
+    else:
+        writer = LedgerWriter.create(folder.ledger, fsync=config.ledger.fsync)
+        incarnation = 1
+    recorder = Recorder(writer, observers, incarnation)
+    recorder.record(
+        IncarnationOpened(
+            incarnation=incarnation,
+            parent_seq=state.ledger_seq if state else None,
+            start_step=state.step if state else 0,
+            config=config.model_dump_json(),
+            machine=json.dumps(_machine()),
+        )
+    )
+    recorder.commit()
+    return recorder
+
+
+def _machine() -> dict[str, str]:
+    facts = {"machine": platform.machine(), "cores": str(os.cpu_count()), "python": platform.python_version()}
+    return facts | {name: library_version(name) for name in _LIBRARIES}
+
+
+def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
+    """The folder to start from; a tiny model is made from the seed. The tokenizer is kept with the run in any case."""
+    model = resolved.config.model
+    if model.path is None:
+        if not folder.model.is_dir():
+            unfinished = folder.model.with_name(".unfinished-model")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make_tiny(save_character_tokenizer(unfinished), resolved.config.seed, unfinished)
+            unfinished.rename(folder.model)
+        source = folder.model
+    else:
+        source = Path(model.path)
+    folder.keep_tokenizer(source)
+    return source
+
+
+def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder) -> Fleet:
+    spec = EngineSpec(
+        model_folder=model_folder,
+        log_folder=folder.logs,
+        max_context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        dtype=config.trainer.dtype,
+        weights_timeout_s=config.sync.timeout_s,
+        request_timeout_s=config.rollout.request_timeout_s,
+        options=config.engine,
+    )
+
+    async def launch(name: EngineId) -> Engine:
+        return await LAUNCHERS[config.engine.kind](name, spec)
+
+    transport = TRANSPORTS[config.sync.transport](folder.path)
+    return Fleet([EngineId("engine-0")], launch, transport, config.sync, recorder)
+
+
+def _buffer(resolved: Resolved, incarnation: int) -> GroupBuffer:
+    config = resolved.config
+    return GroupBuffer(
+        clock=Clock(
+            groups_per_step=config.trainer.groups_per_step,
+            steps_on_a_batch=config.trainer.steps_on_a_batch,
+            staleness=config.staleness,
+        ),
+        books=Books(),
+        source=OccurrenceSource(
+            num_tasks=len(resolved.train),
+            seed=config.seed,
+            shuffle=config.task.shuffle,
+            epochs=config.task.epochs,
+        ),
+        staleness=config.staleness,
+        objective=config.objective,
+        group_size=config.rollout.group_size,
+        incarnation=incarnation,
+    )
+
+
+def _evaluator(resolved: Resolved, runner: EpisodeRunner) -> Evaluator | None:
+    config = resolved.config
+    if config.evaluation is None:
+        return None
+    return Evaluator(
+        config.evaluation,
+        runner,
+        [(prompted.task, prompted.prompt_ids) for prompted in resolved.held_out],
+        max_new_tokens=config.rollout.max_new_tokens,
+        concurrency=config.rollout.max_in_flight,
+        seed=config.seed,
+    )
+
+
+def _trackers(config: RunConfig, folder: RunFolder) -> TrackerFeed:
+    sinks = [SINKS[tracker](folder.path, config.name) for tracker in config.trackers]
+    feed = TrackerFeed(folder.ledger, sinks)
+    feed.start()
+    return feed
+
+
+def _step_of(checkpoints: Checkpoints) -> int:
+    newest = checkpoints.newest()
+    return newest[0].step if newest else 0

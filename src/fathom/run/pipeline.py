@@ -1,0 +1,299 @@
+"""The run, as a page.
+
+    source --occurrence--> group --trajectories--> buffer --batch--> trainer --weights--> engines
+      ^                                                                                      |
+      +------ a start waits until the staleness bound admits one more group <----------------+
+
+`admit` starts groups, each trajectory is a task of its own, `train` takes batches, `watch` looks after the engines.
+They share one state machine, the buffer, and wake each other by `_changed`. Staleness bound 0 is the synchronous run:
+the same loops, of which always one waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from fathom.buffer.group_buffer import Drained, Fact, GroupBuffer, Taken, Waiting
+from fathom.config.run import RunConfig
+from fathom.core.errors import StepStoppedError
+from fathom.core.ids import PolicyVersion
+from fathom.core.ports.engine import Barrier
+from fathom.core.records.row import Row
+from fathom.core.records.sampling import Purpose
+from fathom.core.records.step import StepOutcome, TrainBatch
+from fathom.core.records.trajectory import Trajectory
+from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
+from fathom.rollout.episode import EpisodePlan, EpisodeRunner
+from fathom.run.checkpoint import Checkpoints, LoopState
+from fathom.run.delivery import Delivery
+from fathom.run.evaluation import Evaluator
+from fathom.run.fleet import Fleet
+from fathom.run.learner import Learner
+from fathom.run.recorder import Recorder
+from fathom.run.resolve import PromptedTask
+from fathom.run.seeds import request_seed
+from fathom.run.stop import Stop
+
+_SAMPLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the pipeline drives."""
+
+    config: RunConfig
+    """The run's options."""
+    tasks: Sequence[PromptedTask]
+    """Training tasks."""
+    buffer: GroupBuffer
+    """Clock, books, data order and groups."""
+    runner: EpisodeRunner
+    """Plays trajectories."""
+    learner: Learner
+    """Takes steps."""
+    delivery: Delivery
+    """Publishes versions."""
+    fleet: Fleet
+    """The engines."""
+    recorder: Recorder
+    """Writes the history."""
+    checkpoints: Checkpoints
+    """Saves and keeps states."""
+    evaluator: Evaluator | None
+    """Evaluates. None: not asked for."""
+    stop: Stop
+    """The request to end."""
+
+
+@final
+class Pipeline:
+    """Drives one incarnation of a run, from its first publication to its end."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._p = parts
+        self._buffer = parts.buffer
+        self._clock = parts.buffer.clock
+        self._trajectories: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._started_groups = 0
+        self._trainer_waits_for = ""
+        self._source_waits_for = ""
+        self._serving: PolicyVersion | None = None
+        self._settled = self._loop_state()
+        parts.stop.on_ask(self._wake)
+
+    async def run(self) -> str:
+        """Run until the steps are taken, the data end, or a stop is asked; returns `steps`, `data` or `stopped`.
+
+        The trainer's loop is the only finite one. Any loop that fails ends the run with its error.
+        """
+        first = self._clock.version == 0
+        await self._publish(())
+        if first:
+            await self._evaluate()
+            self._settled = self._loop_state()
+            await self._checkpoint()
+        async with asyncio.TaskGroup() as loops:
+            endless = [loops.create_task(loop) for loop in (self._admit(loops), self._watch(), self._sample())]
+            reason = await self._train()
+            for task in (*endless, *self._trajectories):
+                task.cancel()
+        await self._checkpoint()
+        self._record(self._buffer.stop())
+        if reason != "stopped":
+            await self._evaluate()
+        return reason
+
+    async def _admit(self, loops: asyncio.TaskGroup) -> None:
+        """Start groups. Waits for room under the bound and in flight; woken by arrivals, publications and engines."""
+        while True:
+            wave: list[GroupStarted] = []
+            while not (reason := self._why_not_start()) and (draw := self._buffer.source.next()) is not None:
+                started = self._buffer.start(draw.occurrence, self._p.tasks[draw.task].task.id)
+                self._p.recorder.record(started)
+                wave.append(started)
+            for plans in self._plans(wave):
+                task = loops.create_task(self._roll_out(plans))
+                self._trajectories.add(task)
+                task.add_done_callback(self._trajectories.discard)
+            self._source_waits_for = reason or "the data are exhausted"
+            if wave:
+                self._wake()
+            await self._changed.wait()
+
+    async def _roll_out(self, plans: Sequence[EpisodePlan]) -> None:
+        """Play trajectories and hand them to the buffer in the order of the plans. Waits for engine and grader."""
+        for trajectory in await asyncio.gather(*(self._p.runner.run(plan) for plan in plans)):
+            self._arrive(trajectory)
+
+    async def _train(self) -> str:
+        """Take steps. Waits for a batch; woken by arrivals."""
+        config = self._p.config.trainer
+        while self._clock.version < config.steps:
+            began = time.monotonic()
+            taken = await self._next_batch()
+            if taken is None:
+                return "stopped" if self._p.stop.asked else "data"
+            self._record(taken.facts)
+            try:
+                await self._train_on(taken.batch, waited_s=time.monotonic() - began)
+            except StepStoppedError:
+                return "stopped"
+            if self._clock.version % self._p.config.checkpoint.every_steps == 0:
+                await self._checkpoint()
+            evaluation = self._p.config.evaluation
+            if evaluation and evaluation.every_steps and self._clock.version % evaluation.every_steps == 0:
+                await self._evaluate()
+        return "steps"
+
+    async def _train_on(self, batch: TrainBatch, waited_s: float) -> None:
+        """The steps on one batch, each recorded before its version can be published."""
+        async for outcome in self._p.learner.steps(batch, self._clock.version):
+            self._buffer.step(outcome)
+            digest = await self._p.learner.digest()
+            self._p.recorder.step(_step_taken(outcome, batch, digest, waited_s), outcome.rows)
+            if self._clock.publication_due:
+                await self._publish([row for group in batch.groups for row in group.rows])
+        self._record(self._buffer.settle())
+        self._settled = self._loop_state()
+        self._p.recorder.commit()
+        self._wake()
+
+    async def _next_batch(self) -> Taken | None:
+        """The next batch, or None when there will be none."""
+        while not self._p.stop.asked:
+            answer = self._buffer.take(time.time())
+            match answer:
+                case Taken():
+                    self._trainer_waits_for = ""
+                    return answer
+                case Drained():
+                    self._record(answer.facts)
+                    return None
+                case Waiting():
+                    self._record(answer.facts)
+                    self._trainer_waits_for = answer.reason
+            await self._changed.wait()
+        return None
+
+    async def _watch(self) -> None:
+        """Replace engines that die or fall silent. Waits for the next look."""
+        while True:
+            if await self._p.fleet.look():
+                self._wake()
+
+    async def _sample(self) -> None:
+        """Write down how the loops stand, once a second; also makes the history durable in between steps."""
+        while True:
+            buffer = self._buffer
+            self._p.recorder.record(
+                LoopSampled(
+                    in_flight_trajectories=buffer.running_trajectories,
+                    in_flight_groups=buffer.running_groups,
+                    buffered_groups=buffer.buffered_groups,
+                    oldest_version=buffer.oldest_version,
+                    trainer_waits_for=self._trainer_waits_for,
+                    source_waits_for=self._source_waits_for,
+                )
+            )
+            self._p.recorder.commit()
+            await asyncio.sleep(_SAMPLE_S)
+
+    def _why_not_start(self) -> str:
+        """What one more group waits for. Empty: nothing."""
+        rollout, trainer, buffer = self._p.config.rollout, self._p.config.trainer, self._buffer
+        waiting = buffer.running_groups + buffer.buffered_groups
+        batches_left = -(-(trainer.steps - self._clock.version) // trainer.steps_on_a_batch) - self._clock.training
+        if waiting >= batches_left * trainer.groups_per_step:
+            return "nothing: the groups for the last step have started"
+        if not self._p.fleet.serving:
+            return "an engine that serves"
+        if not buffer.may_start():
+            return "the staleness bound"
+        if buffer.running_trajectories + rollout.group_size > rollout.max_in_flight:
+            return "a free place in flight (rollout.max_in_flight)"
+        return ""
+
+    def _plans(self, wave: Sequence[GroupStarted]) -> list[list[EpisodePlan]]:
+        """What to play, in units that arrive together: single trajectories, or the whole wave when deterministic."""
+        members = sum(len(started.members) for started in wave)
+        deterministic = self._p.config.deterministic
+        barrier = Barrier(name=wave[0].group, size=members) if deterministic and wave else None
+        plans = [self._plan(started, place, barrier) for started in wave for place in range(len(started.members))]
+        self._started_groups += len(wave)
+        return ([plans] if plans else []) if deterministic else [[plan] for plan in plans]
+
+    def _plan(self, started: GroupStarted, member: int, barrier: Barrier | None) -> EpisodePlan:
+        prompted = self._p.tasks[self._buffer.source.task_of(started.occurrence)]
+        place = started.occurrence.epoch * len(self._p.tasks) + started.occurrence.index
+        return EpisodePlan(
+            group=started.group,
+            member=member,
+            occurrence=started.occurrence,
+            attempt=started.attempt,
+            task=prompted.task,
+            prompt_ids=prompted.prompt_ids,
+            sampling=self._p.config.rollout.sampling.params(),
+            max_new_tokens=self._p.config.rollout.max_new_tokens,
+            seed=request_seed(self._p.config.seed, place, member, started.attempt),
+            priority=place,
+            purpose=Purpose.ROLLOUT,
+            pinned=None,
+            barrier=barrier,
+        )
+
+    def _arrive(self, trajectory: Trajectory) -> None:
+        arrival = self._buffer.arrive(trajectory, time.time())
+        self._p.recorder.trajectory(trajectory, arrival.ended)
+        self._record(arrival.facts)
+        self._wake()
+
+    async def _publish(self, rows: Sequence[Row]) -> None:
+        """Deliver the trainer's version; room for new groups opens with it."""
+        self._serving = await self._p.delivery.deliver(rows)
+        self._clock.publish(self._serving.number)
+        self._wake()
+
+    async def _evaluate(self) -> None:
+        if self._p.evaluator is not None and self._serving is not None and not self._p.stop.asked:
+            self._p.recorder.record(await self._p.evaluator.evaluate(self._serving))
+            self._p.recorder.commit()
+
+    async def _checkpoint(self) -> None:
+        """Save where the loop stood after the last batch, with the weights if they are still those."""
+        state = self._settled
+        if state.step != self._p.learner.version:
+            return
+        began = time.monotonic()
+        path = await self._p.learner.save(lambda save: self._p.checkpoints.save(state, save))
+        self._p.recorder.record(CheckpointSaved(step=state.step, path=path.name, seconds=time.monotonic() - began))
+        self._p.recorder.commit()
+
+    def _loop_state(self) -> LoopState:
+        return LoopState(step=self._clock.version, ledger_seq=self._p.recorder.last_seq, buffer=self._buffer.snapshot())
+
+    def _record(self, facts: Sequence[Fact]) -> None:
+        self._p.recorder.record(*facts)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _step_taken(outcome: StepOutcome, batch: TrainBatch, digest: str, waited_s: float) -> StepTaken:
+    rewards = [reward for group in batch.groups for reward in group.rewards.values()]
+    return StepTaken(
+        number=outcome.number,
+        stepped=outcome.stepped,
+        why_not=outcome.why_not,
+        metrics=outcome.metrics,
+        mismatch=outcome.mismatch,
+        slices=outcome.slices,
+        reward_mean=sum(rewards) / len(rewards) if rewards else None,
+        weights_digest=digest,
+        waited_s=waited_s,
+    )

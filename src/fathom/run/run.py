@@ -1,0 +1,86 @@
+"""A run, for people: from a file or from Python, fresh or resumed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, final
+
+from fathom.config.load import load_config
+from fathom.config.run import RunConfig
+from fathom.core.ports.environment import Environment
+from fathom.envs.grading.grader import Grader
+from fathom.run.folder import RunFolder
+from fathom.run.recorder import Observer
+from fathom.run.resolve import Resolved, resolve
+from fathom.run.stop import Stop
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    folder: Path
+    """Its folder: ledger, checkpoints, logs. `fathom show` reads it."""
+    reason: str
+    """`steps`, `data` or `stopped`."""
+    exit_code: int
+    """What a process that did only this should exit with."""
+
+
+@final
+class Run:
+    """One run, checked and ready to start.
+
+        run = fathom.Run.from_toml(Path("run.toml"), ["trainer.steps=20"])
+        result = run.start()
+
+    A class of your own may take the place of `task.kind`:
+
+        run = fathom.Run(config, environment=Riddles())
+    """
+
+    def __init__(self, config: RunConfig, *, environment: Environment | None = None) -> None:
+        """Resolve `config`. Raises ConfigError when the run cannot start; nothing heavy is loaded."""
+        self.resolved: Resolved = resolve(config, environment)
+        self._folder: RunFolder | None = None
+
+    @classmethod
+    def from_toml(cls, path: Path, overrides: Sequence[str] = (), *, environment: Environment | None = None) -> Self:
+        """A run from a file and `key=value` overrides. Raises ConfigError."""
+        return cls(load_config(path, overrides), environment=environment)
+
+    @classmethod
+    def resume(cls, folder: Path, *, environment: Environment | None = None) -> Self:
+        """Go on with the run in `folder`, as it was configured, from its newest checkpoint. Raises ConfigError."""
+        opened = RunFolder.open(folder)
+        run = cls(opened.config(), environment=environment)
+        run._folder = opened
+        return run
+
+    def start(self, observers: Sequence[Observer] = ()) -> RunResult:
+        """Run to the end. `observers` see every event as it is recorded.
+
+        Raises:
+            FathomError: a component died; what was reported until then is kept, and `resume` goes on from there.
+        """
+        folder = self._folder or RunFolder.create(self.resolved.config)
+        try:
+            return asyncio.run(self._main(folder, tuple(observers)))
+        finally:
+            folder.unlock()
+
+    async def _main(self, folder: RunFolder, observers: tuple[Observer, ...]) -> RunResult:
+        stop = Stop()
+        stop.listen()
+        task = self.resolved.config.task
+        async with Grader(
+            self.resolved.environment, workers=task.grader_workers, timeout_s=task.grade_timeout_s
+        ) as grader:
+            from fathom.run.local import drive  # the heavy half: after the graders have started
+
+            reason = await drive(self.resolved, folder, grader, stop, observers)
+        return RunResult(folder=folder.path, reason=reason, exit_code=stop.exit_code)

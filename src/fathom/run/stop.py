@@ -1,0 +1,56 @@
+"""How a run is asked to end: once politely, twice at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import final
+
+_INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@final
+class Stop:
+    """A request to end. The first signal sets it; the second ends the process, and with it all of its children."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._signal: signal.Signals | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def asked(self) -> bool:
+        """True once the run was asked to end. Safe to read from any thread."""
+        return self._asked.is_set()
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with: 0 unless a signal asked."""
+        return _INTERRUPTED[self._signal] if self._signal else 0
+
+    def on_ask(self, listener: Callable[[], None]) -> None:
+        """Call `listener` (in the event loop's thread) when the run is asked to end."""
+        self._listeners.append(listener)
+
+    def ask(self) -> None:
+        """Ask the run to end, from the event loop's thread."""
+        self._asked.set()
+        for listener in self._listeners:
+            listener()
+
+    def listen(self) -> None:
+        """Take SIGINT and SIGTERM from now on; outside the main thread they are left alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        loop = asyncio.get_running_loop()
+        for number in _INTERRUPTED:
+            loop.add_signal_handler(number, self._received, number)
+
+    def _received(self, number: signal.Signals) -> None:
+        if self._signal is not None:
+            os._exit(_INTERRUPTED[number])  # children notice: the engine by its closed stdin, graders by the kernel
+        self._signal = number
+        self.ask()
