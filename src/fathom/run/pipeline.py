@@ -274,7 +274,7 @@ class Pipeline:
         self._p.recorder.commit()
 
     def _loop_state(self) -> LoopState:
-        return LoopState(step=self._clock.version, ledger_seq=self._p.recorder.last_seq, buffer=self._buffer.snapshot())
+        return LoopState(ledger_seq=self._p.recorder.last_seq, buffer=self._buffer.snapshot())
 
     def _record(self, facts: Sequence[Fact]) -> None:
         self._p.recorder.record(*facts)

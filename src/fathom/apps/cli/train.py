@@ -1,0 +1,49 @@
+"""`fathom train`, `fathom resume` and `fathom demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fathom.apps.cli.progress import Progress
+from fathom.apps.recipes import recipe
+from fathom.run.resolve import describe
+from fathom.run.run import Run
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="options to change")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved config and what it will do; start nothing")]
+
+
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="the run's config")],
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Start a run."""
+    _start(Run.from_toml(file, overrides or []), dry_run)
+
+
+def resume(folder: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]) -> None:
+    """Go on with a run from its newest checkpoint, as it was configured."""
+    _start(Run.resume(folder), dry_run=False)
+
+
+def demo(overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """See a tiny model learn arithmetic: asynchronous RL on this machine's CPU, in about three minutes."""
+    _start(Run.from_toml(recipe("arithmetic"), overrides or []), dry_run)
+
+
+def _start(run: Run, dry_run: bool) -> None:
+    console = Console(stderr=not dry_run, soft_wrap=not dry_run)
+    for line in describe(run.resolved):
+        console.print(f"- {line}", highlight=False)
+    if dry_run:
+        console.print_json(run.resolved.config.model_dump_json())
+        return
+    with Progress(console, run.resolved.config.trainer.steps) as progress:
+        result = run.start([progress])
+    console.print(f"{result.folder}\nlook at it with: fathom show {result.folder}", highlight=False)
+    raise typer.Exit(result.exit_code)
