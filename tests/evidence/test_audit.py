@@ -11,7 +11,7 @@ import pytest
 
 from fathom.core.errors import LedgerError
 from fathom.core.records.trajectory import Ungraded
-from fathom.evidence.audit import AuditReport, audit
+from fathom.evidence.contracts.audit import AuditReport, audit
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from synthetic.history import History, config, write_run

@@ -10,8 +10,8 @@ import numpy as np
 from fathom.config.trainer import StalenessConfig
 from fathom.core.ids import Occurrence, PolicyVersion, TrajectoryId
 from fathom.core.records.trajectory import Graded, TokenizerIdentity
-from fathom.evidence.check import Check, Examiner
-from fathom.evidence.trained_rows import TrainedRow
+from fathom.evidence.contracts.check import Check, Examiner
+from fathom.evidence.contracts.trained_rows import TrainedRow
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import StepTaken
 from fathom.ledger.lineage import Lineage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from fathom.core.ids import PolicyVersion
-from fathom.evidence.check import Check, Examiner
+from fathom.evidence.contracts.check import Check, Examiner
 from fathom.ledger.events import IncarnationOpened, Published, RunEnded, StepTaken
 from fathom.ledger.replay import Books
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fathom.config.load import parse_section
 from fathom.config.trainer import StalenessConfig
 from fathom.core.errors import LedgerError, RecordError
-from fathom.evidence.check import Check
-from fathom.evidence.run_checks import VersionChecks, check_books
-from fathom.evidence.token_checks import TokenChecks
-from fathom.evidence.trained_rows import trained_rows
+from fathom.evidence.contracts.check import Check
+from fathom.evidence.contracts.run_checks import VersionChecks, check_books
+from fathom.evidence.contracts.token_checks import TokenChecks
+from fathom.evidence.contracts.trained_rows import trained_rows
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import Event, IncarnationOpened, Published, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader

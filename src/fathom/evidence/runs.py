@@ -1,0 +1,124 @@
+"""Finds runs on disk and says how each stands."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fathom.core.errors import ConfigError, LedgerError
+from fathom.evidence.run_state import RunPhase, state_of
+from fathom.ledger.events import IncarnationOpened
+from fathom.ledger.reader import LedgerReader
+
+_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+_TOKENIZER_FOLDERS = ("tokenizer", "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunListing:
+    """One run among others."""
+
+    name: str
+    """Its folder's name."""
+    path: str
+    """Its folder."""
+    state: str
+    """`running`, `ended: reason`, `stopped` (killed; it can be resumed), `empty`, or `unreadable: why`."""
+    step: int
+    """Optimizer steps taken."""
+    steps: int | None
+    """Steps it was asked for. None: its config cannot be read."""
+    reward_mean: float | None
+    """Mean reward of the newest step. None: none."""
+    started_s: float | None
+    """Wall-clock time it started. None: never."""
+
+
+def ledger_of(run: Path) -> Path:
+    """Folder of a run's ledger."""
+    return run / "ledger"
+
+
+def tokenizer_of(run: Path) -> Path | None:
+    """Folder with the tokenizer that a run used. None: it is no longer there."""
+    named = json.loads((run / "config.json").read_text(encoding="utf-8")).get("model", {}).get("path")
+    folders = [run / folder for folder in _TOKENIZER_FOLDERS] + ([Path(named)] if named else [])
+    return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+
+
+def list_runs(runs_dir: Path) -> list[RunListing]:
+    """All runs in a folder, newest first."""
+    return sorted((_listing(path) for path in _folders(runs_dir)), key=lambda run: run.started_s or 0.0, reverse=True)
+
+
+def find_run(run: str, runs_dir: Path) -> Path:
+    """The run that a person means: a folder, a folder's name in `runs_dir`, or a run's name (its newest folder).
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    if (Path(run) / "config.json").is_file():
+        return Path(run)
+    folders = _folders(runs_dir)
+    matching = [folder for folder in folders if run in (folder.name, _STAMP.sub("", folder.name))]
+    if matching:
+        return max(matching, key=lambda folder: (folder.name == run, folder.name))
+    names = {known: folder for folder in folders for known in (folder.name, _STAMP.sub("", folder.name))}
+    near = difflib.get_close_matches(run, names, n=3, cutoff=0.5)
+    if near:
+        raise ConfigError(f"there is no run {run!r} in {runs_dir}; did you mean {', '.join(near)}?")
+    known = ", ".join(sorted({_STAMP.sub("", folder.name) for folder in folders})) or "none"
+    raise ConfigError(f"there is no run {run!r} in {runs_dir} (runs there: {known}); give a folder or set --runs-dir")
+
+
+def _folders(runs_dir: Path) -> list[Path]:
+    return sorted(path.parent for path in runs_dir.glob("*/config.json"))
+
+
+def _listing(path: Path) -> RunListing:
+    steps = _planned_steps(path)
+    try:
+        with LedgerReader(ledger_of(path)) as reader:
+            state = state_of(reader)
+            opened = reader.latest(IncarnationOpened, until=1)
+    except LedgerError as error:
+        fault = "empty" if not ledger_of(path).is_dir() else f"unreadable: {error}"
+        return RunListing(
+            name=path.name, path=str(path), state=fault, step=0, steps=steps, reward_mean=None, started_s=None
+        )
+    phase = {RunPhase.ENDED: f"ended: {state.reason}", RunPhase.EMPTY: "empty"}.get(state.phase, "stopped")
+    return RunListing(
+        name=path.name,
+        path=str(path),
+        state="running" if _is_held(path / "lock") else phase,
+        step=state.step,
+        steps=steps,
+        reward_mean=state.reward_mean,
+        started_s=opened.at_s if opened else None,
+    )
+
+
+def _planned_steps(path: Path) -> int | None:
+    try:
+        return int(json.loads((path / "config.json").read_text(encoding="utf-8"))["trainer"]["steps"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_held(lock: Path) -> bool:
+    """True while a process holds the run's lock."""
+    if not lock.is_file():
+        return False
+    handle = os.open(lock, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
