@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fathom.core.errors import EngineRefusedError, FathomError, RecordError
+from fathom.core.errors import EngineRefusedError, FathomError, PayloadError, RecordError
 from fathom.core.ports.engine import (
     CommitReport,
     DigestKind,
@@ -42,7 +42,7 @@ from fathom.rollout.engines.embedded.messages import (
 )
 from fathom.rollout.engines.embedded.server.admission import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
-from fathom.sync.digest import digest
+from fathom.sync.digest import digest, wrong_tensors
 from fathom.sync.transports.receive import receive
 
 T = TypeVar("T")
@@ -91,6 +91,10 @@ class EngineApi:
         return await asyncio.wrap_future(await self._on_loop(lambda: self._scheduler.score(request)))
 
     async def _stage(self, call: StageCall) -> StageReport:
+        # Not interrupted when the caller goes away: a thread writes into memory that must not be given out again.
+        return await asyncio.shield(self._receive(call))
+
+    async def _receive(self, call: StageCall) -> StageReport:
         began_s = time.monotonic()
         async with self._publishing:
             weights = await self._on_loop(self._scheduler.take_staging)
@@ -99,20 +103,27 @@ class EngineApi:
             except BaseException:
                 self._scheduler.call(lambda: self._scheduler.give_back(weights))
                 raise
-            await self._on_loop(lambda: self._scheduler.received(weights, call.manifest.version))
+            await self._on_loop(lambda: self._scheduler.received(weights, call.manifest))
         return StageReport(size_bytes=call.manifest.size_bytes, receive_s=time.monotonic() - began_s)
 
     async def _verify(self, call: VerifyCall) -> VerifyReport:
         began_s = time.monotonic()
         async with self._publishing:
-            weights = await self._on_loop(self._scheduler.staged)
-            weights.digest = await asyncio.to_thread(digest, weights.tensors, threads=self._threads)
-        return VerifyReport(digest=weights.digest, kind=DigestKind.MEMORY, verify_s=time.monotonic() - began_s)
+            weights, manifest = await self._on_loop(self._scheduler.staged)
+            found = await asyncio.to_thread(digest, weights.tensors, threads=self._threads)
+            right = found == manifest.version.digest
+            wrong = () if right else await asyncio.to_thread(wrong_tensors, manifest, weights.tensors)
+            await self._on_loop(lambda: self._scheduler.verified(weights, found))
+        return VerifyReport(digest=found, kind=DigestKind.MEMORY, verify_s=time.monotonic() - began_s, wrong=wrong)
 
     async def _commit(self, call: CommitCall) -> CommitReport:
         answer = await self._on_loop(lambda: self._scheduler.commit(call.version, call.mode))
         report = asyncio.wrap_future(answer)
-        done, _ = await asyncio.wait({report}, timeout=call.deadline_s)
+        try:
+            done, _ = await asyncio.wait({report}, timeout=call.deadline_s)
+        except asyncio.CancelledError:
+            self._scheduler.call(lambda: self._scheduler.withdraw("its caller went away"))
+            raise
         if not done:
             await self._on_loop(lambda: self._scheduler.withdraw(f"draining took more than {call.deadline_s:g} s"))
         return await report
@@ -175,18 +186,27 @@ class _Streaming:
 
 
 def _route(path: str, kind: type[Call], answer: Callable[[Call], Awaitable[msgspec.Struct]]) -> Route:
-    """One call of the port: a frame in, a frame out, failures as a `Failure` frame."""
+    """One call of the port: a frame in, a frame out. A caller that goes away cancels the answer."""
 
     async def endpoint(http: Request) -> Response:
         try:
-            return Response(frame(await answer(_read(kind, await http.body()))), media_type=FRAMES)
-        except FathomError as error:
-            return _failed(error)
-        except Exception as error:  # noqa: BLE001 - the boundary: the caller gets a typed failure, the log the trace
-            traceback.print_exc()
+            call = _read(kind, await http.body())
+            return Response(frame(await _unless_gone(answer(call), http)), media_type=FRAMES)
+        except Exception as error:  # noqa: BLE001 - the boundary: the caller gets a typed failure
             return _failed(error)
 
     return Route(path, endpoint, methods=["POST"])
+
+
+async def _unless_gone(answer: Awaitable[T], http: Request) -> T:
+    answering, gone = asyncio.ensure_future(answer), asyncio.ensure_future(http.receive())
+    try:
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            answering.cancel()
+        return await answering
+    finally:
+        gone.cancel()
 
 
 def _read(kind: type[Call], body: bytes) -> Call:
@@ -197,7 +217,9 @@ def _read(kind: type[Call], body: bytes) -> Call:
 
 
 def _failed(error: Exception) -> Response:
-    if isinstance(error, EngineRefusedError):
-        return Response(frame(Failure(kind=FailureKind.REFUSED, reason=error.reason)), 409, media_type=FRAMES)
-    reason = str(error) if isinstance(error, FathomError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, EngineRefusedError | PayloadError):
+        reason = error.reason if isinstance(error, EngineRefusedError) else str(error)
+        return Response(frame(Failure(kind=FailureKind.REFUSED, reason=reason)), 409, media_type=FRAMES)
+    traceback.print_exception(error)
+    reason = f"{type(error).__name__}: {error}"
     return Response(frame(Failure(kind=FailureKind.FAILED, reason=reason)), 500, media_type=FRAMES)

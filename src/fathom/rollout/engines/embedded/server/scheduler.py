@@ -17,6 +17,7 @@ import torch
 
 from fathom.core.errors import EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.manifest import Manifest
 from fathom.core.ports.engine import (
     Capabilities,
     CommitReport,
@@ -66,6 +67,7 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._seen: set[str] = set()
         self._scores: list[tuple[ScoreRequest, Future[ScoreResult]]] = []
+        self._manifest: Manifest | None = None
         self._drain: _Drain | None = None
         self._outgoing: list[tuple[Stream, Streamed]] = []
         self._flushed_s = 0.0
@@ -82,6 +84,8 @@ class Scheduler:
         answer: Future[T] = Future()
 
         def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(function())
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, who raises it
@@ -130,16 +134,21 @@ class Scheduler:
             raise self._refusal(f"the commit of {self._drain.version.name} is draining; wait for it or roll back")
         return self._weights.take_staging()
 
-    def staged(self) -> WeightSet:
-        """What is staged. Raises `EngineRefusedError` when nothing is."""
-        if self._weights.staged is None:
-            raise self._refusal("nothing is staged; stage a version first")
-        return self._weights.staged
-
-    def received(self, weights: WeightSet, version: PolicyVersion) -> None:
+    def received(self, weights: WeightSet, manifest: Manifest) -> None:
         """The version lies in `weights`: it is staged."""
-        weights.version = version
+        weights.version = manifest.version
         self._weights.staged = weights
+        self._manifest = manifest
+
+    def staged(self) -> tuple[WeightSet, Manifest]:
+        """What is staged. Raises `EngineRefusedError` when nothing is."""
+        if self._weights.staged is None or self._manifest is None:
+            raise self._refusal("nothing is staged; stage a version first")
+        return self._weights.staged, self._manifest
+
+    def verified(self, weights: WeightSet, digest: str) -> None:
+        """This root digest was read back from `weights`."""
+        weights.digest = digest
 
     def give_back(self, weights: WeightSet) -> None:
         """Receiving failed."""
@@ -147,7 +156,7 @@ class Scheduler:
 
     def commit(self, version: PolicyVersion, mode: InFlightMode) -> Future[CommitReport]:
         """Serve what is staged, now or (drain) when what runs has ended. Raises `EngineRefusedError`."""
-        staged = self.staged()
+        staged, _ = self.staged()
         if self._drain is not None:
             raise self._refusal(f"the commit of {self._drain.version.name} is draining already")
         if staged.version != version:
@@ -157,6 +166,7 @@ class Scheduler:
                 f"{version.name} was not verified, or its digest was wrong ({staged.digest or 'none'}); stage it again"
             )
         answer: Future[CommitReport] = Future()
+        answer.set_running_or_notify_cancel()
         if mode is InFlightMode.DRAIN:
             self._drain = _Drain(version=version, answer=answer)
         else:
@@ -224,6 +234,8 @@ class Scheduler:
     def _answer_score(self, request: ScoreRequest, answer: Future[ScoreResult]) -> None:
         live = self._weights.live
         version = self._serving()
+        if not answer.set_running_or_notify_cancel():
+            return
         answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
 
     def _flush(self) -> None:
