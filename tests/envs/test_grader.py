@@ -140,6 +140,7 @@ def test_a_dead_nursery_is_an_error_that_says_what_to_do():
     async def scenario():
         async with Grader(Hostile(), workers=1, timeout_s=5.0) as grader:
             os.kill(min(descendants(os.getpid())), signal.SIGKILL)  # the nursery is older than its workers
+            await settle(0)
             with pytest.raises(GraderDeadError, match="resume"):
                 await grader.grade(TASK, "good")
 
@@ -162,7 +163,7 @@ def test_kill_9_of_the_run_leaves_no_worker(deed):
     assert wait_until_gone(pids) == set()
 
 
-def test_ctrl_c_is_the_runs_to_handle():
+def test_requests_to_stop_are_the_runs_to_handle():
     script = Path(hostile.__file__)
     run = subprocess.Popen(
         [sys.executable, str(script), "sleep"],
@@ -174,9 +175,10 @@ def test_ctrl_c_is_the_runs_to_handle():
     assert run.stdout is not None
     worker = int(run.stdout.readline())
     pids = set(descendants(run.pid))
-    os.kill(worker, signal.SIGINT)
+    assert worker in pids
     for pid in pids:
         os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
     assert set(descendants(run.pid)) == pids
     os.killpg(run.pid, signal.SIGINT)
@@ -201,6 +203,23 @@ def test_an_environment_that_cannot_travel_is_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         asyncio.run(scenario())
     assert descendants(os.getpid()) == {}
+
+
+def test_a_script_that_forgets_to_close_still_ends():
+    code = (
+        "import asyncio, hostile_environments as h\n"
+        "from fathom.envs.grading import Grader\n"
+        "if __name__ == '__main__':\n"
+        "    loop = asyncio.new_event_loop()\n"
+        "    grader = Grader(h.Hostile(), workers=1, timeout_s=5.0)\n"
+        "    loop.run_until_complete(grader.start())\n"
+        "    print(loop.run_until_complete(grader.grade(h.TASK, 'good')).total)\n"
+    )
+    folder = Path(hostile.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout == "1.0\n"
 
 
 def test_no_workers_is_refused():

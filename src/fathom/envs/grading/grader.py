@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -118,6 +119,7 @@ class Grader:
             )
             # On this thread, not in an executor: the kernel kills the nursery when the thread that started it ends.
             self._nursery.start()
+        atexit.register(self._control.close)  # runs before multiprocessing's own, which waits for its children
         await self._wait_until_ready(self._control, self._nursery)
         for slot in range(self._workers):
             self._put_fresh_worker(slot)
@@ -156,6 +158,7 @@ class Grader:
     async def close(self) -> None:
         """End all workers, busy or not, and wait until they are gone. Safe to call twice."""
         if self._control is not None:
+            atexit.unregister(self._control.close)
             self._control.close()
             self._control = None
         if self._nursery is not None:

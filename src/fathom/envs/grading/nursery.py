@@ -55,7 +55,8 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int)
         memory_bytes: private memory that a worker may have.
     """
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    for request_to_stop in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group: the run decides
+        signal.signal(request_to_stop, signal.SIG_IGN)
     try:
         environment: Environment = pickle.loads(payload)
     except Exception as error:  # noqa: BLE001  # user code may fail in any way; the run turns the text into an error
