@@ -57,13 +57,9 @@ def test_a_listing_says_how_each_run_stands(runs: Path) -> None:
     assert (first.step, first.steps, first.reward_mean) == (2, 2, pytest.approx(0.4))
 
 
-def test_the_tokenizer_lies_with_the_run_or_with_the_model(runs: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_lies_with_the_run(runs: Path) -> None:
     run = runs / "arith-20250101-120000"
     assert tokenizer_of(run) is None
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (run / "config.json").write_text('{"model": {"path": "%s"}}' % (tmp_path / "model"))
-    assert tokenizer_of(run) == tmp_path / "model"
     (run / "tokenizer").mkdir()
     (run / "tokenizer" / "tokenizer.json").write_text("{}")
     assert tokenizer_of(run) == run / "tokenizer"

@@ -16,7 +16,6 @@ from fathom.ledger.events import IncarnationOpened
 from fathom.ledger.reader import LedgerReader
 
 _STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
-_TOKENIZER_FOLDERS = ("tokenizer", "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +44,8 @@ def ledger_of(run: Path) -> Path:
 
 
 def tokenizer_of(run: Path) -> Path | None:
-    """Folder with the tokenizer that a run used. None: it is no longer there."""
-    named = json.loads((run / "config.json").read_text(encoding="utf-8")).get("model", {}).get("path")
-    folders = [run / folder for folder in _TOKENIZER_FOLDERS] + ([Path(named)] if named else [])
-    return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    """Folder with the tokenizer that a run used. None: the run has not got as far as keeping it."""
+    return run / "tokenizer" if (run / "tokenizer" / "tokenizer.json").is_file() else None
 
 
 def list_runs(runs_dir: Path) -> list[RunListing]:

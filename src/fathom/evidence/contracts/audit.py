@@ -55,7 +55,7 @@ def audit(reader: LedgerReader) -> AuditReport:
                 bounds = _bounds(event)
                 versions.open(event)
             case Published() as event:
-                tokens.publish(event.version, recorded.seq)
+                tokens.publish(event.version)
                 versions.publish(event)
             case StepTaken() as event:
                 assert bounds is not None, "a writer opens an incarnation first"

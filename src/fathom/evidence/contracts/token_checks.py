@@ -23,7 +23,7 @@ class TokenChecks:
 
     def __init__(self, lineage: Lineage) -> None:
         self._lineage = lineage
-        self._published: dict[PolicyVersion, int] = {}
+        self._published: set[PolicyVersion] = set()
         self._trained: dict[tuple[TrajectoryId, int], np.ndarray] = {}
         self._groups: dict[Occurrence, set[str]] = defaultdict(set)
         self._tokenizers: set[TokenizerIdentity] = set()
@@ -31,16 +31,16 @@ class TokenChecks:
             "record", "each row's trajectory survives, is intact, is graded, and all share one tokenizer and template"
         )
         self._version = Examiner(
-            "version", "each trained token and the oldest KV behind it are of versions published before it was sampled"
+            "version", "each trained token and the oldest KV behind it are of versions published before its step"
         )
         self._probability = Examiner("probability", "each trained token has the behaviour's and trainer's probability")
         self._staleness = Examiner("staleness", "no trained token is over the bound on age or KV age at its step")
         self._once = Examiner("once", "each token, and each occurrence, is trained at most once")
         self._counts = Examiner("counts", "the token counts that steps report are those of their rows")
 
-    def publish(self, version: PolicyVersion, seq: int) -> None:
-        """A version may be sampled from now on."""
-        self._published.setdefault(version, seq)
+    def publish(self, version: PolicyVersion) -> None:
+        """A version was made available. Tokens of it may have been recorded a moment earlier."""
+        self._published.add(version)
 
     def step(self, step: Recorded[StepTaken], rows: list[TrainedRow], bounds: StalenessConfig) -> None:
         """Examine a step."""
@@ -112,10 +112,10 @@ class TokenChecks:
         unknown = [
             by_number[int(number)]
             for number in needed
-            if self._published.get(by_number[int(number)], row.stored.entry.seq) >= row.stored.entry.seq
+            if by_number[int(number)] not in self._published
         ]
         names = ", ".join(f"{version.name} {version.digest[:12]}" for version in unknown)
-        self._version.expect(not unknown, f"{row.where}: never published before: {names}", count=int(used.sum()))
+        self._version.expect(not unknown, f"{row.where}: not published: {names}", count=int(used.sum()))
 
     def _examine_uses(self, row: TrainedRow, positions: np.ndarray) -> None:
         key = (row.header.id, row.outcome.branch)
