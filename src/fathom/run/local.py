@@ -26,7 +26,8 @@ from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from fathom.model.tiny import make_tiny
-from fathom.rollout.engines.launch import LAUNCHERS, EngineSpec
+from fathom.rollout.engines.embedded.client import EmbeddedEngine
+from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.episode import EpisodeRunner
 from fathom.rollout.router.router import Router
 from fathom.run.checkpoint import Checkpoints, LoopState
@@ -41,7 +42,6 @@ from fathom.run.resolve import Resolved
 from fathom.run.stop import Stop
 from fathom.run.trackers import SINKS, TrackerFeed
 from fathom.sync.transports import TRANSPORTS
-from fathom.text.characters import save_character_tokenizer
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
@@ -188,7 +188,7 @@ def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
             unfinished = folder.model.with_name(".unfinished-model")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            make_tiny(save_character_tokenizer(unfinished), resolved.config.seed, unfinished)
+            make_tiny("arithmetic", resolved.config.seed, unfinished)
             unfinished.rename(folder.model)
         source = folder.model
     else:
@@ -198,18 +198,24 @@ def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
 
 
 def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder) -> Fleet:
-    spec = EngineSpec(
-        model_folder=model_folder,
-        log_folder=folder.logs,
-        max_context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
-        dtype=config.trainer.dtype,
-        weights_timeout_s=config.sync.timeout_s,
-        request_timeout_s=config.rollout.request_timeout_s,
-        options=config.engine,
-    )
-
     async def launch(name: EngineId) -> Engine:
-        return await LAUNCHERS[config.engine.kind](name, spec)
+        return await EmbeddedEngine.launch(
+            EmbeddedSpec(
+                engine=name,
+                model_folder=model_folder,
+                log_path=folder.logs / f"{name}.log",
+                max_context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+                max_running=config.engine.max_running,
+                dtype=config.trainer.dtype,
+                device=config.engine.device,
+                threads=config.engine.threads,
+                host=config.engine.host,
+                port=config.engine.port,
+                start_timeout_s=config.engine.start_timeout_s,
+                weights_timeout_s=config.sync.timeout_s,
+                request_timeout_s=config.rollout.request_timeout_s,
+            )
+        )
 
     transport = TRANSPORTS[config.sync.transport](folder.path)
     return Fleet([EngineId("engine-0")], launch, transport, config.sync, recorder)

@@ -21,21 +21,19 @@ from fathom.buffer.group_buffer import Drained, Fact, GroupBuffer, Taken, Waitin
 from fathom.config.run import RunConfig
 from fathom.core.errors import StepStoppedError
 from fathom.core.ids import PolicyVersion
-from fathom.core.ports.engine import Barrier
 from fathom.core.records.row import Row
-from fathom.core.records.sampling import Purpose
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.core.records.trajectory import Trajectory
 from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
 from fathom.rollout.episode import EpisodePlan, EpisodeRunner
 from fathom.run.checkpoint import Checkpoints, LoopState
 from fathom.run.delivery import Delivery
+from fathom.run.dispatch import Dispatch
 from fathom.run.evaluation import Evaluator
 from fathom.run.fleet import Fleet
 from fathom.run.learner import Learner
 from fathom.run.recorder import Recorder
 from fathom.run.resolve import PromptedTask
-from fathom.run.seeds import request_seed
 from fathom.run.stop import Stop
 
 _SAMPLE_S = 1.0
@@ -78,8 +76,8 @@ class Pipeline:
         self._buffer = parts.buffer
         self._clock = parts.buffer.clock
         self._trajectories: set[asyncio.Task[None]] = set()
+        self._dispatch = Dispatch(parts.config, parts.tasks)
         self._changed = asyncio.Event()
-        self._started_groups = 0
         self._trainer_waits_for = ""
         self._source_waits_for = ""
         self._serving: PolicyVersion | None = None
@@ -111,12 +109,12 @@ class Pipeline:
     async def _admit(self, loops: asyncio.TaskGroup) -> None:
         """Start groups. Waits for room under the bound and in flight; woken by arrivals, publications and engines."""
         while True:
-            wave: list[GroupStarted] = []
+            wave: list[tuple[GroupStarted, int]] = []
             while not (reason := self._why_not_start()) and (draw := self._buffer.source.next()) is not None:
                 started = self._buffer.start(draw.occurrence, self._p.tasks[draw.task].task.id)
                 self._p.recorder.record(started)
-                wave.append(started)
-            for plans in self._plans(wave):
+                wave.append((started, draw.task))
+            for plans in self._dispatch.plans(wave):
                 task = loops.create_task(self._roll_out(plans))
                 self._trajectories.add(task)
                 task.add_done_callback(self._trajectories.discard)
@@ -217,34 +215,6 @@ class Pipeline:
         if buffer.running_trajectories + rollout.group_size > rollout.max_in_flight:
             return "a free place in flight (rollout.max_in_flight)"
         return ""
-
-    def _plans(self, wave: Sequence[GroupStarted]) -> list[list[EpisodePlan]]:
-        """What to play, in units that arrive together: single trajectories, or the whole wave when deterministic."""
-        members = sum(len(started.members) for started in wave)
-        deterministic = self._p.config.deterministic
-        barrier = Barrier(name=wave[0].group, size=members) if deterministic and wave else None
-        plans = [self._plan(started, place, barrier) for started in wave for place in range(len(started.members))]
-        self._started_groups += len(wave)
-        return ([plans] if plans else []) if deterministic else [[plan] for plan in plans]
-
-    def _plan(self, started: GroupStarted, member: int, barrier: Barrier | None) -> EpisodePlan:
-        prompted = self._p.tasks[self._buffer.source.task_of(started.occurrence)]
-        place = started.occurrence.epoch * len(self._p.tasks) + started.occurrence.index
-        return EpisodePlan(
-            group=started.group,
-            member=member,
-            occurrence=started.occurrence,
-            attempt=started.attempt,
-            task=prompted.task,
-            prompt_ids=prompted.prompt_ids,
-            sampling=self._p.config.rollout.sampling.params(),
-            max_new_tokens=self._p.config.rollout.max_new_tokens,
-            seed=request_seed(self._p.config.seed, place, member, started.attempt),
-            priority=place,
-            purpose=Purpose.ROLLOUT,
-            pinned=None,
-            barrier=barrier,
-        )
 
     def _arrive(self, trajectory: Trajectory) -> None:
         arrival = self._buffer.arrive(trajectory, time.time())
