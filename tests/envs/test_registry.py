@@ -199,8 +199,7 @@ def test_no_data_is_a_data_error(own):
 
 
 def test_heavy_packages_wait_until_they_are_asked_for():
-    code = (
-        "import sys, fathom.envs.registry as _; sys.exit(str({'reasoning_gym', 'pyarrow'} & {*sys.modules} or '') or 0)"
-    )
+    heavy = "{'reasoning_gym', 'pyarrow', 'sympy'} & set(sys.modules)"
+    code = f"import sys, fathom.envs.registry; sys.exit(', '.join({heavy}) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, final
@@ -15,7 +16,6 @@ from fathom.core.errors import DataError
 from fathom.core.ids import TaskId
 from fathom.core.ports.environment import ChatMessage, Task
 from fathom.core.records.trajectory import Graded
-from fathom.envs.math_answer import grade_math, reference_answer
 from fathom.envs.row_file import Row, column_names, lookup, read_rows
 
 _PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
@@ -67,16 +67,26 @@ class RowsOptions(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judge:
+    """The functions of a `RowGrader`. Pickled by name, so a grader process loads what they need before it forks."""
+
+    grade: Callable[[str, str], Graded]
+    """(the row's answer, the policy's text) to a reward."""
+    reference: Callable[[str], str]
+    """The row's answer to the part that is compared. Empty: there is none."""
+
+
 @final
 class Rows:
     """Rows as tasks. The reward is 1 for a right answer, else 0."""
 
     def __init__(self, options: RowsOptions) -> None:
         """Read the files. Raises DataError, which names the file, the row and what was found there."""
-        self._grader = options.grader
-        train = _read(options, Path(options.path), "train")
+        self._judge = _judge(options.grader)
+        train = _read(options, self._judge, Path(options.path), "train")
         if options.eval_path is not None:
-            held_out = _read(options, Path(options.eval_path), "eval")
+            held_out = _read(options, self._judge, Path(options.eval_path), "eval")
         else:
             kept = max(0, len(train) - options.eval_rows)
             train, held_out = train[:kept], train[kept:]
@@ -94,24 +104,35 @@ class Rows:
 
     def grade(self, task: Task, answer: str) -> Graded:
         """Compare with the row's answer."""
-        match self._grader:
-            case RowGrader.MATH:
-                return grade_math(task.answer, answer)
-            case RowGrader.EXACT:
-                given = answer.strip()
-                equal = given == task.answer.strip()
-                return Graded(components={"correct": float(equal)}, grader="exact/1", answer_found=bool(given))
+        return self._judge.grade(task.answer, answer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the rows: graders are sent their task with each answer."""
-        return {"_grader": self._grader, "_train": (), "_eval": ()}
+        return {"_judge": self._judge, "_train": (), "_eval": ()}
+
+
+def grade_exact(reference: str, text: str) -> Graded:
+    """1 when both are the same text, white space around it aside, else 0."""
+    given = text.strip()
+    equal = given == reference.strip()
+    return Graded(components={"correct": float(equal)}, grader="exact/1", answer_found=bool(given))
+
+
+def _judge(kind: RowGrader) -> _Judge:
+    match kind:
+        case RowGrader.MATH:
+            from fathom.envs.math_answer import grade_math, reference_answer  # sympy: only for those who need it
+
+            return _Judge(grade=grade_math, reference=reference_answer)
+        case RowGrader.EXACT:
+            return _Judge(grade=grade_exact, reference=str.strip)
 
 
 def _question(task: Task) -> tuple[str, ...]:
     return tuple(message["content"].strip() for message in task.messages)
 
 
-def _read(options: RowsOptions, path: Path, split: str) -> list[Task]:
+def _read(options: RowsOptions, judge: _Judge, path: Path, split: str) -> list[Task]:
     rows = read_rows(path, options.max_rows)
     first_number, first = rows[0]
     where = f"{path}: row {first_number}"
@@ -122,7 +143,7 @@ def _read(options: RowsOptions, path: Path, split: str) -> list[Task]:
     for number, row in rows:
         where = f"{path}: row {number}"
         messages = _messages(_value(row, question, where), options.messages is not None, f"{where}: column {question}")
-        reference = _reference(_value(row, answer, where), options.grader, f"{where}: column {answer}")
+        reference = _reference(_value(row, answer, where), judge, f"{where}: column {answer}")
         id = TaskId(f"{split}/{path.name}:{number}")
         tasks.append(Task(id=id, messages=_dress(messages, options, where), answer=reference))
     return tasks
@@ -183,10 +204,10 @@ def _dress(messages: tuple[ChatMessage, ...], options: RowsOptions, where: str) 
     return ({"role": "system", "content": options.system_prompt}, *messages)
 
 
-def _reference(value: Any, grader: RowGrader, where: str) -> str:
+def _reference(value: Any, judge: _Judge, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where} must be text or a number, got {type(value).__name__}")
     text = str(value)
-    if not (reference_answer(text) if grader is RowGrader.MATH else text.strip()):
+    if not judge.reference(text):
         raise DataError(f"{where} is empty: there is nothing to compare an answer with")
     return text

@@ -122,10 +122,10 @@ class Grader:
         atexit.register(self._control.close)  # runs before multiprocessing's own, which waits for its children
         await self._wait_until_ready(self._control, self._nursery)
         for slot in range(self._workers):
-            self._put_fresh_worker(slot)
+            self._put_fresh_worker(self._control, slot)
 
     async def grade(self, task: Task, answer: str) -> Reward:
-        """Grade one answer. Answers wait for a free worker in order of arrival.
+        """Grade one answer, between `start` and `close`. Answers wait for a free worker in order of arrival.
 
         Returns:
             The grader's reward; or Ungraded with cause `grader_timeout`, `grader_error` (it raised, or returned
@@ -166,8 +166,10 @@ class Grader:
             self._nursery.kill()
             self._nursery.join()
             self._nursery = None
-        while not self._idle.empty():
-            self._idle.get_nowait().line.close()
+        for _ in range(self._idle.qsize()):  # kept, so that a late caller gets an answer instead of waiting
+            worker = self._idle.get_nowait()
+            worker.line.close()
+            self._idle.put_nowait(worker)
 
     async def _wait_until_ready(self, control: socket.socket, nursery: SpawnProcess) -> None:
         try:
@@ -189,20 +191,20 @@ class Grader:
 
     def _replace(self, worker: _Worker) -> None:
         worker.line.close()
-        if self._control is not None:
-            self._put_fresh_worker(worker.slot)
+        if self._control is None:
+            self._idle.put_nowait(worker)
+        else:
+            self._put_fresh_worker(self._control, worker.slot)
 
-    def _put_fresh_worker(self, slot: int) -> None:
+    def _put_fresh_worker(self, control: socket.socket, slot: int) -> None:
         """Order a worker for `slot`. It can be asked at once: requests wait in its socket until it is there."""
-        assert self._control is not None, "start() comes first"
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        self._idle.put_nowait(_Worker(slot=slot, line=ours))  # also if the order fails: whoever asks it learns the same
         with theirs:
             try:
-                socket.send_fds(self._control, [bytes([slot])], [theirs.fileno()])
+                socket.send_fds(control, [bytes([slot])], [theirs.fileno()])
             except OSError as error:
-                ours.close()
                 raise GraderDeadError(
                     "the process that keeps the graders has ended (was it killed for memory?); resume the run"
                 ) from error
-        self._idle.put_nowait(_Worker(slot=slot, line=ours))
