@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_rows import make_group, make_row, save_model
+from random_rows import VOCAB, make_group, make_row, save_model
 
 from fathom.config.families import Aggregation, Correction, Dtype, RejectionDenominator
 from fathom.config.objective import ObjectiveConfig
@@ -318,36 +318,32 @@ def test_what_was_rewarded_becomes_likelier(folder):
     rng = np.random.default_rng(0)
     trainer, _ = _trainer(folder, ObjectiveConfig(), lr=3e-3, steps=40)
     template = make_row(rng, prompt=3, sampled=1)
+    arms = [
+        replace(template, token_ids=np.array([*template.token_ids[:-1], token], np.int32)) for token in range(VOCAB)
+    ]
 
-    def probability(token):
-        ids = template.token_ids.copy()
-        ids[-1] = token
-        return float(np.exp(trainer.logprobs([replace(template, token_ids=ids)])[0][0]))
+    def probabilities():
+        return np.exp(np.concatenate(trainer.logprobs(arms))).astype(np.float64)
 
-    start = probability(7)
+    start = probabilities()[7]
     for version in range(40):
-        probabilities = np.array([probability(token) for token in range(23)])
-        tokens = rng.choice(23, size=16, p=probabilities / probabilities.sum())
-        rows = []
-        for member, token in enumerate(tokens):
-            ids = template.token_ids.copy()
-            ids[-1] = token
-            logprobs = np.log(probabilities[[token]]).astype(np.float32)
-            versions = np.full(1, version, np.int32)
-            rows.append(
-                replace(
-                    template,
-                    trajectory=f"t{member}",
-                    token_ids=ids,
-                    logprobs=logprobs,
-                    policy_version=versions,
-                    kv_version=versions,
-                )
+        policy = probabilities()
+        tokens = rng.choice(VOCAB, size=16, p=policy / policy.sum())
+        versions = np.full(1, version, np.int32)
+        rows = [
+            replace(
+                arms[token],
+                trajectory=f"t{member}",
+                logprobs=np.log(policy[[token]]).astype(np.float32),
+                policy_version=versions,
+                kv_version=versions,
             )
+            for member, token in enumerate(tokens)
+        ]
         group = make_group(rows, [float(token == 7) for token in tokens])
         (outcome,) = trainer.steps(TrainBatch(groups=(group,)), version)
         assert outcome.mismatch.abs_log_ratio_max < 1e-4
-    assert probability(7) > max(0.5, 3 * start)
+    assert probabilities()[7] > max(0.5, 3 * start)
 
 
 def test_a_non_finite_gradient_is_reported_and_not_applied(folder):

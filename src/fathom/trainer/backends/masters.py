@@ -53,7 +53,7 @@ class SeparateMasters:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
-        self.tensors = {name: nn.Parameter(tensor.detach().float()) for name, tensor in parameters.items()}
+        self.tensors = {name: nn.Parameter(tensor.detach().float().contiguous()) for name, tensor in parameters.items()}
         zero_gradients(self.tensors)
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(_collect_into(self.tensors[name]))
@@ -82,10 +82,17 @@ def zero_gradients(tensors: Mapping[str, Tensor]) -> None:
             tensor.grad.zero_()
 
 
+_ADDED_AT_ONCE = 2**20
+"""Elements. Adding across dtypes makes a temporary copy; a small one stays in memory that is already mapped, which is
+several times faster for an embedding."""
+
+
 def _collect_into(master: nn.Parameter) -> Callable[[Tensor], None]:
     def collect(parameter: Tensor) -> None:
         if parameter.grad is not None and master.grad is not None:
-            master.grad.add_(parameter.grad)
+            parts = parameter.grad.reshape(-1).split(_ADDED_AT_ONCE)
+            for total, part in zip(master.grad.view(-1).split(_ADDED_AT_ONCE), parts, strict=True):
+                total.add_(part)
             parameter.grad = None
 
     return collect

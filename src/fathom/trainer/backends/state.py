@@ -63,7 +63,7 @@ def read_state(folder: Path) -> TrainerState:
     """Read what `write_state` wrote. Raises CheckpointError: the folder is missing, incomplete or damaged."""
     try:
         written = msgspec.json.decode((folder / _STATE_FILE).read_bytes(), type=_Written)
-        return TrainerState(
+        state = TrainerState(
             step=written.step,
             masters=load_file(folder / _MASTERS_FILE) if written.has_masters else None,
             optimizer=load_file(folder / _OPTIMIZER_FILE),
@@ -71,6 +71,9 @@ def read_state(folder: Path) -> TrainerState:
         )
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; resume from an earlier one") from error
+    if bool(state.step) is not bool(state.optimizer):
+        raise CheckpointError(f"checkpoint {folder} has lost its optimizer state; resume from an earlier one")
+    return state
 
 
 def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], origin: str) -> None:

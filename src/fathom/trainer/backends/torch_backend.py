@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fathom.config.families import Dtype
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
-from fathom.core.errors import CheckpointError
+from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
@@ -56,7 +56,7 @@ class TorchBackend:
 
     def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
         """See `port.Backend`."""
-        self._config, self._steps, self._step = optimizer, steps, 0
+        self._optimizer, self._steps, self._step = optimizer, steps, 0
         self._adamw = AdamW(self._masters.tensors, optimizer)
         self.discard()
 
@@ -78,8 +78,8 @@ class TorchBackend:
     def update(self) -> Update:
         """See `port.Backend`."""
         masters = list(self._masters.tensors.values())
-        lr = learning_rate(self._config, self._step, self._steps)
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm))
+        lr = learning_rate(self._optimizer, self._step, self._steps)
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._optimizer.max_grad_norm))
         applied = math.isfinite(norm)
         if applied:
             self._adamw.step(lr)
@@ -119,7 +119,7 @@ class TorchBackend:
         state = read_state(folder)
         if (state.masters is not None) is not self._masters.separate:
             raise CheckpointError(f"checkpoint {folder} was made with another trainer.dtype than {self._dtype}")
-        saved = LanguageModel.load(folder / MODEL_FOLDER, self._dtype, "cpu").weights()
+        saved = self._saved_weights(folder)
         copy_into(self.weights(), saved, "the saved weights")
         if state.masters is not None:
             copy_into(self._masters.tensors, state.masters, "the saved masters")
@@ -137,6 +137,12 @@ class TorchBackend:
         chosen = hidden.index_select(0, self._tensor(rows.sources))
         targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
         return head_logprobs(self._model, chosen, targets, temperature, rows.kept)
+
+    def _saved_weights(self, folder: Path) -> Mapping[str, Tensor]:
+        try:
+            return LanguageModel.load(folder / MODEL_FOLDER, self._dtype, "cpu").weights()
+        except ConfigError as error:
+            raise CheckpointError(f"checkpoint {folder}: {error}; resume from an earlier one") from error
 
     def _refuse_other_cast(self, saved: Mapping[str, Tensor], folder: Path) -> None:
         weights = self.weights()

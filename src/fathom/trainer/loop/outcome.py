@@ -1,4 +1,4 @@
-"""From what a step tallied to the record of the step."""
+"""From what a step tallied to the record of the step. Letters: N tokens with loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fathom.core.records.step import MaskReason, Mismatch, MismatchSlice, RowOutcome, StepMetrics, StepOutcome
+from fathom.core.records.step import Mismatch, MismatchSlice, RowOutcome, StepMetrics, StepOutcome
 from fathom.trainer.backends.port import Update
 from fathom.trainer.loop.candidate import Candidate
-from fathom.trainer.loop.tally import Tally
+from fathom.trainer.loop.tally import OVER_AGE, Tally
 from fathom.trainer.objective.mismatch import measure_by_age, measure_mismatch
 from fathom.trainer.objective.plan import MASK_CODES
 
@@ -18,7 +18,6 @@ def step_outcome(
     *,
     version: int,
     candidates: Sequence[Candidate],
-    fresh: Sequence[Candidate],
     tally: Tally,
     update: Update | None,
     has_reference: bool,
@@ -28,52 +27,70 @@ def step_outcome(
 
     Args:
         version: version before the step.
-        candidates: all rows of the step, in batch order.
-        fresh: those within the bounds, in the same order; `tally` has their tokens.
-        tally: what was reported of them.
+        candidates: the rows of the step, in batch order.
+        tally: what was reported of their tokens.
         update: what the backend did. None: it was not asked, for want of a token in the gradient.
         has_reference: a KL to the reference was measured.
         step_s: seconds.
     """
-    mismatch, slices = _mismatch(fresh, tally, version)
+    mismatch, slices = _mismatch(candidates, tally, version)
     return StepOutcome(
         number=version + 1,
         stepped=update is not None and update.applied,
-        why_not=_why_not(candidates, fresh, tally, update),
-        metrics=_metrics(fresh, tally, update, has_reference, step_s),
+        why_not=_why_not(tally, update),
+        metrics=_metrics(candidates, tally, update, has_reference, step_s),
         mismatch=mismatch,
         slices=slices,
-        rows=_row_outcomes(candidates, fresh, tally),
+        rows=tuple(
+            RowOutcome(
+                trajectory=candidate.row.trajectory,
+                branch=candidate.row.branch,
+                positions=candidate.row.positions,
+                trainer_logprobs=tally.trainer_logprobs[place],
+                weights=tally.weights[place],
+                mask_codes=tally.mask_codes[place],
+                advantage=candidate.advantage,
+            )
+            for candidate, place in zip(candidates, tally.places, strict=True)
+        ),
     )
 
 
 def _mismatch(
-    fresh: Sequence[Candidate], tally: Tally, version: int
+    candidates: Sequence[Candidate], tally: Tally, version: int
 ) -> tuple[Mismatch | None, tuple[MismatchSlice, ...]]:
-    if not fresh:
+    """Over the tokens of the rows within the bounds, whatever the correction did with them."""
+    if not candidates:
         return None, ()
-    log_ratio = tally.trainer_logprobs - np.concatenate([candidate.row.logprobs for candidate in fresh])
-    ages = version - np.concatenate([candidate.row.policy_version for candidate in fresh])
-    kv_ages = version - np.concatenate([candidate.row.kv_version for candidate in fresh])
+    here = tally.mask_codes != OVER_AGE
+    behaviour, policy_version, kv_version = (
+        np.concatenate(columns)[here]
+        for columns in zip(*((c.row.logprobs, c.row.policy_version, c.row.kv_version) for c in candidates), strict=True)
+    )
+    log_ratio, capped, rejected = tally.trainer_logprobs[here] - behaviour, tally.capped[here], tally.rejected[here]
     return (
-        measure_mismatch(log_ratio, tally.capped, tally.rejected),
-        measure_by_age(log_ratio, tally.capped, tally.rejected, ages, kv_ages),
+        measure_mismatch(log_ratio, capped, rejected),
+        measure_by_age(log_ratio, capped, rejected, version - policy_version, version - kv_version),
     )
 
 
-def _why_not(candidates: Sequence[Candidate], fresh: Sequence[Candidate], tally: Tally, update: Update | None) -> str:
+def _why_not(tally: Tally, update: Update | None) -> str:
     if update is not None:
         return "" if update.applied else f"the gradient is not finite (norm {update.grad_norm})"
-    masked = {reason.value: int((tally.mask_codes == code).sum()) for reason, code in MASK_CODES.items()}
-    masked[MaskReason.AGE.value] += sum(c.num_loss_tokens for c in candidates) - sum(c.num_loss_tokens for c in fresh)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in masked.items() if count)
-    return f"no token is in the gradient; masked: {reasons}" if candidates else "the step has no rows"
+    counts = {reason: int((tally.mask_codes == code).sum()) for reason, code in MASK_CODES.items()}
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    return f"no token is in the gradient; masked: {reasons}" if reasons else "the step has no rows"
 
 
 def _metrics(
-    fresh: Sequence[Candidate], tally: Tally, update: Update | None, has_reference: bool, step_s: float
+    candidates: Sequence[Candidate], tally: Tally, update: Update | None, has_reference: bool, step_s: float
 ) -> StepMetrics:
     sums, tokens = tally.sums, max(1, tally.sums.tokens)
+    trained = [
+        candidate
+        for candidate, place in zip(candidates, tally.places, strict=True)
+        if tally.mask_codes[place][0] != OVER_AGE
+    ]
     return StepMetrics(
         loss=sums.loss,
         grad_norm=update.grad_norm if update is not None else 0.0,
@@ -84,36 +101,7 @@ def _metrics(
         log_ratios_clamped=sums.log_ratios_clamped,
         non_finite_tokens=sums.non_finite,
         tokens=sums.tokens,
-        rows=len(fresh),
-        forward_tokens=sum(candidate.length for candidate in fresh),
+        rows=len(trained),
+        forward_tokens=sum(candidate.length for candidate in trained),
         step_s=step_s,
-    )
-
-
-def _row_outcomes(candidates: Sequence[Candidate], fresh: Sequence[Candidate], tally: Tally) -> tuple[RowOutcome, ...]:
-    ends = np.cumsum([candidate.num_loss_tokens for candidate in fresh])
-    places = {
-        id(candidate): slice(end - candidate.num_loss_tokens, end)
-        for candidate, end in zip(fresh, ends.tolist(), strict=True)
-    }
-    return tuple(_row_outcome(candidate, tally, places.get(id(candidate))) for candidate in candidates)
-
-
-def _row_outcome(candidate: Candidate, tally: Tally, place: slice | None) -> RowOutcome:
-    """`place` is where the tally has the row's tokens. None: it was removed for age."""
-    tokens = candidate.num_loss_tokens
-    if place is None:
-        unknown = np.full(tokens, np.nan, np.float32)
-        logprobs = candidate.old_logprobs if candidate.old_logprobs is not None else unknown
-        weights, codes = np.zeros(tokens, np.float32), np.full(tokens, MASK_CODES[MaskReason.AGE], np.int8)
-    else:
-        logprobs, weights, codes = tally.trainer_logprobs[place], tally.weights[place], tally.mask_codes[place]
-    return RowOutcome(
-        trajectory=candidate.row.trajectory,
-        branch=candidate.row.branch,
-        positions=candidate.row.positions,
-        trainer_logprobs=logprobs,
-        weights=weights,
-        mask_codes=codes,
-        advantage=candidate.advantage,
     )

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 from torch import Tensor
 
+from fathom.core.records.step import MaskReason
+from fathom.trainer.loop.candidate import Candidate
 from fathom.trainer.objective.objective import LossSums
-from fathom.trainer.objective.plan import Gate
+from fathom.trainer.objective.plan import MASK_CODES, Gate
+
+OVER_AGE = MASK_CODES[MaskReason.AGE]
+"""Mask code of tokens whose row was removed for age."""
 
 
 @final
 class Tally:
-    """Filled micro-batch by micro-batch; whole when every token was reported once."""
+    """All tokens of a step, row after row. A token nobody reports on stays masked for age: its row was not trained."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.places = row_places(candidates)
+        """Where each row's tokens are."""
+        tokens = sum(candidate.num_loss_tokens for candidate in candidates)
         self.trainer_logprobs = np.full(tokens, np.nan, np.float32)
-        """float32 [N]: trainer's log-probabilities before the first step on the batch."""
+        """float32 [N]: trainer's log-probabilities before the first step on the batch. NaN: unknown."""
         self.weights = np.zeros(tokens, np.float32)
         """float32 [N]: correction weights."""
-        self.mask_codes = np.zeros(tokens, np.int8)
+        self.mask_codes = np.full(tokens, OVER_AGE, np.int8)
         """int8 [N]: -1 in the gradient, else the code of the reason."""
         self.capped = np.zeros(tokens, np.bool_)
         """bool [N]: the weight is a bound instead of the ratio."""
@@ -28,12 +37,21 @@ class Tally:
         """bool [N]: the correction set the weight to 0."""
         self.sums = LossSums()
         """Sums over the tokens reported."""
+        for candidate, place in zip(candidates, self.places, strict=True):
+            if candidate.old_logprobs is not None:
+                self.trainer_logprobs[place] = candidate.old_logprobs
 
     def add(self, index: np.ndarray, trainer_logprobs: Tensor, gate: Gate, sums: LossSums) -> None:
-        """Report the tokens at `index`, int64 [n]."""
+        """Report on the tokens at `index`, int64 [n]."""
         self.trainer_logprobs[index] = trainer_logprobs.numpy()
         self.weights[index] = gate.weights.numpy()
         self.mask_codes[index] = gate.mask_codes.numpy()
         self.capped[index] = gate.capped.numpy()
         self.rejected[index] = gate.rejected.numpy()
         self.sums = self.sums + sums
+
+
+def row_places(candidates: Sequence[Candidate]) -> list[slice]:
+    """Where each row's tokens with loss are when the rows lie end to end."""
+    ends = np.cumsum([candidate.num_loss_tokens for candidate in candidates]).tolist()
+    return [slice(end - c.num_loss_tokens, end) for c, end in zip(candidates, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""The optimizer steps on a batch. Letters: R rows of a step, N tokens with loss of a step.
+"""The optimizer steps on a batch. Letters: N tokens with loss.
 
 rows of a batch ─ advantages ─ old pass? ─┬─ step: remove over-age rows ─ plan ─ micro-batches ─ update ─ outcome
                                           └─ step: ... (`steps_on_a_batch` of them, each row in one)
@@ -25,7 +25,7 @@ from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.candidate import Candidate, candidates_of
 from fathom.trainer.loop.outcome import step_outcome
 from fathom.trainer.loop.packing import micro_batches, mini_batches
-from fathom.trainer.loop.tally import Tally
+from fathom.trainer.loop.tally import Tally, row_places
 from fathom.trainer.objective.objective import LossSums, micro_batch_loss
 from fathom.trainer.objective.plan import Gate, StepPlan, StepTokens, needs_old_pass, prepare_step
 
@@ -101,49 +101,49 @@ class Trainer:
 
     def _old_pass(self, candidates: Sequence[Candidate], stop: Stop) -> list[Candidate]:
         """Give the candidates their log-probabilities under the weights before the first step on the batch."""
-        fresh = [not candidate.over_age(self.version, self._staleness) for candidate in candidates]
-        scored = iter(self.logprobs([c.row for c, usable in zip(candidates, fresh, strict=True) if usable], stop))
-        return [
-            replace(candidate, old_logprobs=next(scored)) if usable else candidate
-            for candidate, usable in zip(candidates, fresh, strict=True)
-        ]
+        fresh = self._fresh(candidates)
+        scored = dict(zip(fresh, self.logprobs([candidates[i].row for i in fresh], stop), strict=True))
+        return [replace(candidate, old_logprobs=scored.get(i)) for i, candidate in enumerate(candidates)]
 
     def _step(self, candidates: Sequence[Candidate], stop: Stop, started: float) -> StepOutcome:
-        version = self.version
-        fresh = [candidate for candidate in candidates if not candidate.over_age(version, self._staleness)]
-        tally = Tally(sum(candidate.num_loss_tokens for candidate in fresh))
+        version, tally = self.version, Tally(candidates)
         try:
-            if fresh:
-                self._accumulate(fresh, tally, stop)
+            self._accumulate(candidates, tally, stop)
         except BaseException:  # raised again: the gradient of half a step must not reach the next one
             self._backend.discard()
             raise
+        update = None
         if tally.sums.tokens:
             update = self._backend.update()
         else:
             self._backend.discard()
-            update = None
         return step_outcome(
             version=version,
             candidates=candidates,
-            fresh=fresh,
             tally=tally,
             update=update,
             has_reference=self._objective.kl_coefficient > 0,
             step_s=time.perf_counter() - started,
         )
 
-    def _accumulate(self, fresh: Sequence[Candidate], tally: Tally, stop: Stop) -> None:
-        """Forward and backward over all micro-batches of a step."""
-        rows = [candidate.row for candidate in fresh]
-        plan = prepare_step(self._objective, self._step_tokens(fresh, stop))
-        ends = np.cumsum([len(row.positions) for row in rows])
-        for batch in self._cut(rows):
+    def _accumulate(self, candidates: Sequence[Candidate], tally: Tally, stop: Stop) -> None:
+        """Forward and backward over the rows within the bounds, micro-batch by micro-batch."""
+        fresh = self._fresh(candidates)
+        if not fresh:
+            return
+        trained = [candidates[i] for i in fresh]
+        in_step, in_plan = [tally.places[i] for i in fresh], row_places(trained)
+        plan = prepare_step(self._objective, self._step_tokens(trained, stop))
+        for batch in self._cut([candidate.row for candidate in trained]):
             _check(stop)
-            index = np.concatenate([np.arange(ends[i] - len(rows[i].positions), ends[i]) for i in batch])
-            share = plan.take(torch.from_numpy(index))
-            report = self._backend.accumulate(PackedRows.of_rows([rows[i] for i in batch]), self._loss_of(share))
-            tally.add(index, report.old_logprobs, report.gate, report.sums)
+            packed = PackedRows.of_rows([trained[i].row for i in batch])
+            share = plan.take(torch.from_numpy(np.r_[tuple(in_plan[i] for i in batch)]))
+            report = self._backend.accumulate(packed, self._loss_of(share))
+            tally.add(np.r_[tuple(in_step[i] for i in batch)], report.old_logprobs, report.gate, report.sums)
+
+    def _fresh(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Indices of the rows that are within the bounds at the current version."""
+        return [i for i, candidate in enumerate(candidates) if not candidate.over_age(self.version, self._staleness)]
 
     def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop) -> StepTokens:
         numbers: dict[str, int] = {}
