@@ -30,7 +30,7 @@ from fathom.trainer.objective.objective import LossSums, micro_batch_loss
 from fathom.trainer.objective.plan import Gate, StepPlan, StepTokens, needs_old_pass, prepare_step
 
 Stop = Callable[[], bool]
-"""True: stop as soon as possible. Asked before every forward."""
+"""True: stop as soon as possible. Asked before every forward and every backward."""
 
 
 def never() -> bool:
@@ -138,7 +138,7 @@ class Trainer:
             _check(stop)
             packed = PackedRows.of_rows([trained[i].row for i in batch])
             share = plan.take(torch.from_numpy(np.r_[tuple(in_plan[i] for i in batch)]))
-            report = self._backend.accumulate(packed, self._loss_of(share))
+            report = self._backend.accumulate(packed, self._loss_of(share, stop))
             tally.add(np.r_[tuple(in_step[i] for i in batch)], report.old_logprobs, report.gate, report.sums)
 
     def _fresh(self, candidates: Sequence[Candidate]) -> list[int]:
@@ -163,8 +163,9 @@ class Trainer:
             logp_ref=_joined(reference) if reference else None,
         )
 
-    def _loss_of(self, share: StepPlan) -> Callable[[Tensor], tuple[Tensor, _Report]]:
+    def _loss_of(self, share: StepPlan, stop: Stop) -> Callable[[Tensor], tuple[Tensor, _Report]]:
         def loss_of(logprobs: Tensor) -> tuple[Tensor, _Report]:
+            _check(stop)
             terms = micro_batch_loss(self._objective, share, logprobs)
             old = share.tokens.logp_old if share.tokens.logp_old is not None else logprobs.detach()
             return terms.loss, _Report(old_logprobs=old, gate=terms.gate, sums=terms.sums)
