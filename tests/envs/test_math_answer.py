@@ -54,6 +54,10 @@ RIGHT = [
     ("She has 9 + 9 = <<9+9=18>>18 left.\n#### 18", "18"),
     ("18", "#### 17, no, that is wrong. #### 18"),
     ("100", r"\boxed{10^2}"),
+    ("12", r"\boxed{3*4}"),
+    ("3xy", r"\boxed{3yx}"),
+    ("18", r"\boxed{18cm}"),
+    ("0.5", r"\boxed{50\%}"),
 ]
 
 WRONG = [
@@ -66,6 +70,10 @@ WRONG = [
     ("3", "#### 3x"),
     ("10", r"\boxed{10^2}"),
     ("2125", "2.125"),
+    ("34", r"\boxed{3*4}"),
+    ("3", r"\boxed{3xy}"),
+    ("3xy", r"\boxed{3ab}"),
+    ("3xy", r"\boxed{3}"),
     ("A", r"\boxed{B}"),
     ("18", "#### banana"),
     ("18", "She had 18 and gave 3 away."),
@@ -102,9 +110,11 @@ def test_the_later_mark_wins():
 
 
 def test_a_number_with_mathematics_after_it_is_not_that_number():
-    assert plain_number("18 dollars") == 18
-    for text in ("18/2", "18x+1", "18 pi", "18 + 2", "3 and 4", "1:2"):
-        assert plain_number(text) is None, text
+    for text in ("18 dollars", "$18", "18.00", "18cm", "18.", "**18**", r"\$18\text{ each}"):
+        assert plain_number(text, words=True) == 18, text
+    for text in ("18/2", "18x+1", "18xy", "18 pi", "18 + 2", "3 and 4", "1:2", "3*4", "3**4", "2^3", "", "x"):
+        assert plain_number(text, words=True) is None, text
+    assert plain_number("18 xy", words=False) is None
 
 
 def test_the_reference_of_a_worked_solution():

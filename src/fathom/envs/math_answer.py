@@ -23,13 +23,14 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _CLEAN = (
     (re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\{,\}(?=\d{3})"), ","),
-    (re.compile(r"\\[!,;: ()\[\]]|\\?[$€£]|\\(?=%)|\*"), ""),
+    (re.compile(r"\\[!,;: ()\[\]]|\\?[$€£]|\\(?=%)|^[*\s]+|[*\s]+$"), ""),
     (re.compile("[−–]"), "-"),
 )
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
+_END = re.compile(r"[\s.,;:!?]*$")
 _WORDS = re.compile(
-    r"\s*(?:[.,;:!?]*\s*$"  # nothing, or the end of a sentence
-    r"|[.,;:!?]?\s*(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|times|over|choose)\b|(?:and|or|to)\s+[-\d$\\(])[A-Za-z]{2,})"
+    r"[.,;:!?]?\s+(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|times|over|choose)\b|(?:and|or|to)\s+[-\d$\\(])[A-Za-z]{2,}"
+    r"|(?!sqrt|log|sin|cos|tan|exp|mod)[A-Za-z]{3,}|(?:mm|cm|km|mg|kg|ml|ft|am|pm|st|nd|rd|th)\b"
 )
 
 
@@ -46,7 +47,7 @@ def grade_math(reference: str, text: str) -> Graded:
         return _graded(_same(gold, marked, _parse_whole(marked)))
     for passage in (_said(text), text):
         parsed = _parse(passage)
-        if parsed or plain_number(passage) is not None:
+        if parsed or plain_number(passage, words=True) is not None:
             return _graded(_same(gold, passage, parsed))
     return _graded(equal=False, found=False)
 
@@ -62,12 +63,15 @@ def marked_answer(text: str) -> str | None:
     return max(marked)[1] if marked else None
 
 
-def plain_number(text: str) -> Decimal | None:
-    """The number that `text` is: it may have a currency sign, separators and words after it, but no mathematics."""
+def plain_number(text: str, *, words: bool) -> Decimal | None:
+    """The number that `text` is, with a currency sign and separators if it likes. None: it is none, or more than one.
+
+    With `words`, they may follow (`18 dollars`), but no mathematics (`18 pi`, `18x`, `18/2`).
+    """
     for pattern, replacement in _CLEAN:
         text = pattern.sub(replacement, text)
-    number = _NUMBER.match(text.strip())
-    if number is None or not _WORDS.match(number.string, number.end()):
+    number = _NUMBER.match(text)
+    if number is None or not (_END.match(text, number.end()) or (words and _WORDS.match(text, number.end()))):
         return None
     return Decimal(number[1] + number[2].replace(",", ""))
 
@@ -78,7 +82,7 @@ def _graded(equal: bool, found: bool = True) -> Graded:
 
 def _same(gold: str, found: str, parsed: list[Any]) -> bool:
     """Numbers are compared exactly; anything else by what math-verify parsed."""
-    gold_number, found_number = plain_number(gold), plain_number(found)
+    gold_number, found_number = plain_number(gold, words=False), plain_number(found, words=True)
     if gold_number is not None and found_number is not None:
         return gold_number == found_number
     return verify(_parse_whole(gold), parsed, timeout_seconds=None)
