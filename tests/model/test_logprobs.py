@@ -111,9 +111,10 @@ def test_blocks_change_neither_values_nor_gradients(kept):
         assert hidden.grad is not None
         return got.detach(), hidden.grad
 
-    whole, blocks = run(logprobs.BLOCK_BYTES), run(2 * VOCAB * 4)
-    for left, right in zip(whole, blocks, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    whole = run(logprobs.BLOCK_BYTES)
+    for rows in (2, 4):  # the logits of four blocks are computed again, those of two are kept
+        for left, right in zip(whole, run(rows * VOCAB * 4), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
     assert bool((whole[1].abs().sum(dim=1) > 0)[[0, 1, 3, 4, 6]].all())
     assert head_logprobs(model, hidden[:0], tokens[:0], temperature[:0], None).shape == (0,)
 

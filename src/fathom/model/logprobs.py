@@ -17,6 +17,9 @@ from fathom.model.language_model import LanguageModel
 BLOCK_BYTES = 64 * 2**20
 """Size of one float32 [rows, V] block of logits. About four of this size live at a time."""
 
+_KEPT_BLOCKS = 2
+"""Blocks that may wait for the backward; of more, the logits are computed again there."""
+
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None) -> Tensor:
     """Log-probabilities of tokens under the distribution they were sampled from. Differentiable.
@@ -54,15 +57,16 @@ def head_logprobs(
 ) -> Tensor:
     """`token_logprobs` of hidden states [N, H], without ever holding logits of all N tokens.
 
-    Blocks of rows are computed one by one; where a gradient is needed, their logits are computed again in the backward.
+    Blocks of rows are computed one by one. When there are many of them and a gradient is needed, their logits are not
+    kept but computed again in the backward.
     """
     rows = max(1, block_bytes // (4 * model.shape.vocab_size))
+    recompute = torch.is_grad_enabled() and len(hidden) > _KEPT_BLOCKS * rows
     parts: list[Tensor] = []
     for start in range(0, len(hidden), rows):
         block = slice(start, start + rows)
         kept_block = kept.select(np.arange(len(hidden))[block]) if kept is not None else None
         arguments = (model, hidden[block], token_ids[block], temperature[block], kept_block)
-        recompute = torch.is_grad_enabled() and len(hidden) > rows
         parts.append(checkpoint(_head_block, *arguments, use_reentrant=False) if recompute else _head_block(*arguments))
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 
