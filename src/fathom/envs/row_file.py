@@ -11,11 +11,11 @@ import msgspec
 
 from fathom.core.errors import DataError, MissingDependencyError
 
-Row = dict[str, Any]
+FileRow = dict[str, Any]
 """One row as the file has it: nested values of any JSON type, by column."""
 
 
-def read_rows(path: Path, limit: int | None = None) -> list[tuple[int, Row]]:
+def read_rows(path: Path, limit: int | None = None) -> list[tuple[int, FileRow]]:
     """(row number from 1, row) of each of the first `limit` rows. In JSONL the number is the line's.
 
     Raises:
@@ -36,7 +36,7 @@ def read_rows(path: Path, limit: int | None = None) -> list[tuple[int, Row]]:
     return rows
 
 
-def lookup(row: Row, column: str) -> Any:
+def lookup(row: FileRow, column: str) -> Any:
     """The value under a dotted name; a column whose own name has dots is found too. Raises KeyError."""
     if column in row:
         return row[column]
@@ -47,7 +47,7 @@ def lookup(row: Row, column: str) -> Any:
     return lookup(inner, rest)
 
 
-def column_names(row: Row, prefix: str = "") -> list[str]:
+def column_names(row: FileRow, prefix: str = "") -> list[str]:
     """Dotted names of all columns, in the row's order."""
     names: list[str] = []
     for name, value in row.items():
@@ -55,8 +55,8 @@ def column_names(row: Row, prefix: str = "") -> list[str]:
     return names
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
-    decoder = msgspec.json.Decoder(Row)
+def _json_lines(path: Path) -> Iterator[tuple[int, FileRow]]:
+    decoder = msgspec.json.Decoder(FileRow)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -67,7 +67,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
                 raise DataError(f"{path}: row {number} is not a JSON object: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[FileRow]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -16,7 +16,7 @@ from fathom.core.errors import DataError
 from fathom.core.ids import TaskId
 from fathom.core.ports.environment import ChatMessage, Task
 from fathom.core.records.trajectory import Graded
-from fathom.envs.row_file import Row, column_names, lookup, read_rows
+from fathom.envs.row_file import FileRow, column_names, lookup, read_rows
 
 _PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
 _ANSWER_COLUMNS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
@@ -149,7 +149,7 @@ def _read(options: RowsOptions, judge: _Judge, path: Path, split: str) -> list[T
     return tasks
 
 
-def _only_column(row: Row, names: Sequence[str], option: str, where: str) -> str:
+def _only_column(row: FileRow, names: Sequence[str], option: str, where: str) -> str:
     present = [name for name in names if _has(row, name)]
     if len(present) == 1:
         return present[0]
@@ -157,7 +157,7 @@ def _only_column(row: Row, names: Sequence[str], option: str, where: str) -> str
     raise DataError(f"{where}: set task.options.{option}: {problem}; columns found: {', '.join(column_names(row))}")
 
 
-def _has(row: Row, column: str) -> bool:
+def _has(row: FileRow, column: str) -> bool:
     try:
         lookup(row, column)
     except KeyError:
@@ -165,7 +165,7 @@ def _has(row: Row, column: str) -> bool:
     return True
 
 
-def _value(row: Row, column: str, where: str) -> Any:
+def _value(row: FileRow, column: str, where: str) -> Any:
     try:
         return lookup(row, column)
     except KeyError:

@@ -118,12 +118,18 @@ def _fork(environment: Environment, line: socket.socket, control: socket.socket,
         _die_with(nursery)
         os.setpgid(0, 0)  # what a grader starts is in its group and ends with it
         control.close()
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        _limit_memory(memory_bytes)
         serve(environment, line)
     except BaseException:  # noqa: BLE001  # a forked child must never return into the nursery's loop
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+def _limit_memory(size_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    allowed = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
 
 
 def _end(worker: int) -> None:
