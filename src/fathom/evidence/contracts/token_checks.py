@@ -109,11 +109,7 @@ class TokenChecks:
         by_number = {version.number: version for version in row.stored.trajectory.payload.versions}
         places = row.sampled_index[used]
         needed = np.union1d(row.branch.policy_version[places], row.branch.kv_version[places])
-        unknown = [
-            by_number[int(number)]
-            for number in needed
-            if by_number[int(number)] not in self._published
-        ]
+        unknown = [by_number[int(number)] for number in needed if by_number[int(number)] not in self._published]
         names = ", ".join(f"{version.name} {version.digest[:12]}" for version in unknown)
         self._version.expect(not unknown, f"{row.where}: not published: {names}", count=int(used.sum()))
 

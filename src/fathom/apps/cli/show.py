@@ -1,0 +1,37 @@
+"""`fathom show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, AsJson, RunName, RunsDir
+from fathom.apps.cli.summary_view import sections
+from fathom.evidence.report.picture import draw
+from fathom.evidence.report.summary import summarise
+from fathom.evidence.runs import find_run, ledger_of
+from fathom.ledger.reader import LedgerReader
+
+Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE.png", help="also draw it (extra: plot)")]
+
+
+def show(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False, picture: Picture = None) -> None:
+    """What a run learnt, and its books, ages, mismatch, publications and speed."""
+    folder = find_run(run, runs_dir)
+    with LedgerReader(ledger_of(folder)) as reader:
+        summary = summarise(reader)
+    if picture is not None:
+        draw(summary, folder.name, picture)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(summary)))
+        return
+    console = Console()
+    for section in sections(folder.name, summary):
+        console.print(section)
+        console.print()
+    if picture is not None:
+        console.print(f"picture: {picture}", highlight=False)

@@ -1,0 +1,198 @@
+"""A run's summary as tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fathom.core.records.step import Mismatch
+from fathom.evidence.report.run_summary import RunSummary
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 60
+
+
+def sections(name: str, summary: RunSummary) -> Iterator[RenderableType]:
+    """The parts of the page, those with nothing to say left out."""
+    yield _header(name, summary)
+    if summary.evaluations:
+        yield _evaluations(summary)
+    yield _books(summary)
+    if summary.mismatch is not None:
+        yield _mismatch(summary)
+    if summary.fortunes:
+        yield _fortunes(summary)
+    if summary.publications is not None or summary.throughput is not None:
+        yield _speed(summary)
+    if summary.faults:
+        yield _faults(summary)
+
+
+def curve(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
+    """Values as a line of bars, each bar the mean of its share of them."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(part * len(values) / count) for part in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BARS[min(int((mean - low) / span * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def _header(name: str, summary: RunSummary) -> RenderableType:
+    table = _facts(name)
+    state = summary.state
+    phase = f"{state.phase}: {state.reason}" if state.reason else str(state.phase)
+    resumed = f", resumed {summary.incarnations - 1} times" if summary.incarnations > 1 else ""
+    table.add_row("state", f"{phase}{resumed}")
+    if summary.started_s:
+        table.add_row("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started_s)))
+    if summary.warm_start is not None:
+        steps, loss = summary.warm_start
+        table.add_row("warm start", f"{steps} supervised steps, last loss {loss:.4f}")
+    idle = sum(not point.stepped for point in summary.steps)
+    table.add_row("steps", f"{state.step}" + (f", and {idle} without effect" if idle else ""))
+    rewards = [point.reward_mean for point in summary.steps if point.reward_mean is not None]
+    if rewards:
+        table.add_row("reward", f"{rewards[0]:.3f} {curve(rewards)} {rewards[-1]:.3f}")
+    ages = [point.age_mean for point in summary.steps if point.age_mean is not None]
+    if ages:
+        largest = max(point.age_max or 0 for point in summary.steps)
+        table.add_row("age", f"mean {sum(ages) / len(ages):.2f}, largest {largest}")
+    return table
+
+
+def _evaluations(summary: RunSummary) -> RenderableType:
+    first = summary.evaluations[0]
+    table = _table(f"held-out evaluation (pass@{first.pass_at}, 95 % interval)")
+    for title in ("version", "pass rate", "interval", "mean reward", "tasks", "ungraded"):
+        table.add_column(title, justify="right")
+    for point in summary.evaluations:
+        interval = f"{point.low:.3f} to {point.high:.3f}"
+        cells = (f"{point.pass_rate:.3f}", interval, f"{point.reward_mean:.3f}", f"{point.tasks}", f"{point.ungraded}")
+        table.add_row(f"v{point.version}", *cells)
+    paired = summary.before_after
+    if paired is not None:
+        verdict = "the interval excludes 0" if paired.is_change else "no change can be claimed"
+        table.caption = (
+            f"after - before, paired by task: {paired.difference:+.3f}, 95 % interval {paired.low:+.3f} to "
+            f"{paired.high:+.3f} over {paired.tasks} tasks; {verdict} (one run)"
+        )
+        table.caption_justify = "left"
+    return table
+
+
+def _books(summary: RunSummary) -> RenderableType:
+    books = summary.books
+    table = _facts("books, balanced" if books.balanced else "books, NOT BALANCED")
+    table.title_style = "bold" if books.balanced else "bold red"
+    occurrences = [f"{count:,} {_words(state)}" for state, count in books.occurrences.items() if count]
+    table.add_row("occurrences", ", ".join(occurrences))
+    attempts = [
+        f"{part.count:,} {_words(part.state)}" + (f" ({_words(part.fate)})" if part.fate else "")
+        for part in books.attempts
+    ]
+    table.add_row("trajectories", ", ".join(attempts))
+    parts = [f"{books.in_gradient:,} in the gradient"]
+    parts += [f"{count:,} masked ({_words(reason)})" for reason, count in books.masked.items()]
+    parts += [f"{books.waiting:,} waiting"] if books.waiting else []
+    table.add_row("tokens", f"{books.sampled_tokens:,} sampled = {' + '.join(parts)}")
+    for fault in books.faults[:5]:
+        table.add_row("fault", Text(fault, style="red"))
+    return table
+
+
+def _mismatch(summary: RunSummary) -> RenderableType:
+    table = _table("mismatch: trainer before the step against behaviour")
+    titles = ("age", "KV age", "tokens", "mean |log r|", "max |log r|", "k3", "max r", "ESS", "clipped", "popped")
+    for title in titles:
+        table.add_column(title, justify="right")
+    for part in summary.ages:
+        table.add_row(str(part.age), str(part.kv_age), *_mismatch_cells(part.mismatch))
+    if summary.mismatch is not None:
+        table.add_section()
+        table.add_row("all", "", *_mismatch_cells(summary.mismatch), style="bold")
+    if summary.gaps:
+        means = [gap.mismatch.abs_log_ratio_mean for gap in summary.gaps]
+        largest = max(gap.mismatch.abs_log_ratio_max for gap in summary.gaps)
+        table.caption = (
+            f"same-version gap, engine against trainer at {len(means)} publications: mean |log r| "
+            f"{sum(means) / len(means):.1e}, largest token {largest:.1e}"
+        )
+        table.caption_justify = "left"
+    return table
+
+
+def _mismatch_cells(part: Mismatch) -> tuple[str, ...]:
+    return (
+        f"{part.tokens:,}",
+        f"{part.abs_log_ratio_mean:.1e}",
+        f"{part.abs_log_ratio_max:.1e}",
+        f"{part.k3:.1e}",
+        f"{part.ratio_max:.3f}",
+        f"{part.ess:.4f}",
+        f"{part.clipped_share:.2%}",
+        f"{part.popped_share:.2%}",
+    )
+
+
+def _fortunes(summary: RunSummary) -> RenderableType:
+    table = _table("lengths and latencies, side by side")
+    for title in ("state", "trajectories", "tokens mean", "p50", "p95", "seconds mean", "p50", "p95"):
+        table.add_column(title, justify="left" if title == "state" else "right")
+    for part in summary.fortunes:
+        tokens = (f"{part.tokens_mean:.1f}", f"{part.tokens_p50:.0f}", f"{part.tokens_p95:.0f}")
+        seconds = (f"{part.seconds_mean:.2f}", f"{part.seconds_p50:.2f}", f"{part.seconds_p95:.2f}")
+        table.add_row(_words(part.state), f"{part.count:,}", *tokens, *seconds)
+    return table
+
+
+def _speed(summary: RunSummary) -> RenderableType:
+    table = _facts("speed")
+    speed, sent = summary.throughput, summary.publications
+    if speed is not None:
+        table.add_row("wall clock", f"{speed.seconds:.1f} s to the last step")
+        table.add_row(
+            "throughput", f"{speed.tokens_per_s:,.0f} trained and {speed.sampled_tokens_per_s:,.0f} sampled tokens/s"
+        )
+        table.add_row("trainer", f"in steps {speed.trainer_busy:.0%}, waiting for batches {speed.trainer_waiting:.0%}")
+        table.add_row("ledger", f"{speed.ledger_share:.2%} of the wall clock")
+    if sent is not None:
+        fenced = f", {sent.fenced} engines fenced" if sent.fenced else ""
+        table.add_row("publications", f"{sent.count} of {sent.size_bytes / 1e6:.1f} MB{fenced}")
+        table.add_row(
+            "",
+            f"write {sent.write_s * 1e3:.0f} ms; stage to commit {sent.deliver_s * 1e3:.0f} ms (longest "
+            f"{sent.deliver_max_s * 1e3:.0f}), generation paused {sent.pause_s * 1e3:.0f} ms (longest "
+            f"{sent.pause_max_s * 1e3:.0f})",
+        )
+    return table
+
+
+def _faults(summary: RunSummary) -> RenderableType:
+    table = _table("infrastructure failures")
+    for title in ("component", "kind", "count", "the newest"):
+        table.add_column(title)
+    for fault in summary.faults:
+        table.add_row(fault.component, fault.kind, str(fault.count), Text(fault.last_detail.splitlines()[0][:200]))
+    return table
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

@@ -1,0 +1,106 @@
+"""`fathom trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, AsJson, RunName, RunsDir
+from fathom.core.errors import ConfigError
+from fathom.core.ids import TrajectoryId
+from fathom.evidence.runs import find_run, ledger_of, tokenizer_of
+from fathom.evidence.trace import BranchTrace, TokenTrace, trace_step, trace_trajectory
+from fathom.ledger.reader import LedgerReader
+from fathom.text.tokenizer import Tokenizer
+
+_DEFAULT_LIMIT = 4
+_COLUMNS = ("pos", "token", "id", "version", "KV", "logprob", "trainer", "ratio", "weight", "gradient")
+_FAR_RATIO = 1.2
+
+Step = Annotated[int | None, typer.Option("--step", help="the rows of this step [default: the newest]")]
+Trajectory = Annotated[str | None, typer.Option("--trajectory", metavar="ID", help="this trajectory")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="rows to show of a step")]
+
+
+def trace(
+    run: RunName,
+    step: Step = None,
+    trajectory: Trajectory = None,
+    limit: Limit = _DEFAULT_LIMIT,
+    runs_dir: RunsDir = DEFAULT_RUNS_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Where tokens came from and what a step made of them."""
+    if step is not None and trajectory is not None:
+        raise ConfigError("give --step or --trajectory, not both")
+    folder = find_run(run, runs_dir)
+    with LedgerReader(ledger_of(folder)) as reader:
+        if trajectory is not None:
+            branches = trace_trajectory(reader, TrajectoryId(trajectory))
+        else:
+            branches = trace_step(reader, step, limit=limit)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(branches)))
+        return
+    console, text_of = Console(), _texts(folder)
+    for branch in branches:
+        console.print(_heading(branch, text_of))
+        console.print(_tokens(branch, text_of))
+        console.print()
+
+
+def _texts(folder: Path) -> Callable[[int], str]:
+    """The written form of a token id; without the run's tokenizer, nothing."""
+    tokenizer = tokenizer_of(folder)
+    return Tokenizer.load(tokenizer).decode_token if tokenizer is not None else lambda _: ""
+
+
+def _heading(branch: BranchTrace, text_of: Callable[[int], str]) -> Text:
+    heading = Text()
+    heading.append(branch.trajectory, style="bold")
+    heading.append(f" branch {branch.branch}" if branch.branch else "")
+    heading.append(f", step {branch.step}" if branch.step is not None else ", no step", style="bold")
+    reward = f"reward {branch.reward:g}" if branch.reward is not None else f"ungraded ({branch.ungraded})"
+    advantage = f", advantage {branch.advantage:+.3f}" if branch.advantage is not None else ""
+    heading.append(f"\n{branch.task}, {branch.status}, {reward}{advantage}")
+    heading.append(
+        f"\n{branch.engine}; versions {', '.join(branch.versions)}; record {branch.content_hash[:12]}", "dim"
+    )
+    prompt = "".join(text_of(token) for token in branch.prompt_ids)
+    heading.append("\nprompt ", "dim").append(repr(prompt) if prompt else f"{len(branch.prompt_ids)} tokens", "cyan")
+    return heading
+
+
+def _tokens(branch: BranchTrace, text_of: Callable[[int], str]) -> RenderableType:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("token", "gradient") else "right")
+    for token in branch.tokens:
+        table.add_row(*_cells(token, text_of), style="" if token.in_gradient else "dim")
+    return table
+
+
+def _cells(token: TokenTrace, text_of: Callable[[int], str]) -> tuple[Text | str, ...]:
+    ratio = Text("-" if token.ratio is None else f"{token.ratio:.4f}")
+    if token.ratio is not None and not 1 / _FAR_RATIO <= token.ratio <= _FAR_RATIO:
+        ratio.stylize("yellow")
+    kv_version = Text(f"v{token.kv_version}", style="yellow" if token.kv_version < token.version else "")
+    return (
+        str(token.position),
+        Text(repr(text_of(token.token_id))[1:-1], style="cyan"),
+        str(token.token_id),
+        f"v{token.version}",
+        kv_version,
+        f"{token.logprob:.4f}",
+        "-" if token.trainer_logprob is None else f"{token.trainer_logprob:.4f}",
+        ratio,
+        "-" if token.weight is None else f"{token.weight:.3f}",
+        Text("yes", style="green") if token.in_gradient else Text(token.reason, style="red"),
+    )
