@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
-from fathom.sync.digest import DTYPE_NAMES, build_manifest, checksum, digest, layout, root_digest, wrong_tensors
+from fathom.sync.digest import DTYPE_NAMES, build_manifest, checksum, digest, few, layout, root_digest, wrong_tensors
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -53,6 +53,8 @@ def test_strides_do_not_matter_but_the_logical_order_does():
 def test_the_order_in_which_tensors_are_given_does_not_matter(order):
     tensors = model()
     assert digest({name: tensors[name] for name in order}) == digest(tensors)
+    entries = {entry.name: entry for entry in layout(tensors)}
+    assert root_digest(entries[name] for name in order) == digest(tensors)
 
 
 @settings(max_examples=200, deadline=None)
@@ -138,3 +140,8 @@ def test_a_manifest_refuses_nothing_and_unknown_element_types():
         build_manifest(0, 1, None, {"empty": torch.zeros(0)})
     with pytest.raises(PayloadError, match="'wave'"):
         build_manifest(0, 1, None, {"wave": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_messages_list_a_few_names():
+    assert few(["a", "b"]) == "['a', 'b']"
+    assert few([*"abcdefg"]) == "['a', 'b', 'c', 'd', 'e'] and 2 more"

@@ -11,7 +11,7 @@ from fathom.config.rollout import SyncConfig
 from fathom.core.errors import DeliveryError, EngineError, EngineRefusedError, PayloadError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import SharedMemorySource
-from fathom.core.ports.engine import DigestKind, VerifyReport
+from fathom.core.ports.engine import CommitReport, DigestKind, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest
 from fathom.sync.memory_receiver import MemoryReceiver
@@ -44,7 +44,8 @@ class Wrapped:
     inner: MemoryReceiver
     stage_raises: list[Exception] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)
-    report: VerifyReport | None = None
+    verified: VerifyReport | None = None
+    committed: CommitReport | None = None
     calls: list[str] = field(default_factory=list)
 
     @property
@@ -61,11 +62,12 @@ class Wrapped:
 
     async def verify(self):
         self.calls.append("verify")
-        return self.report or await self.inner.verify()
+        return self.verified or await self.inner.verify()
 
     async def commit(self, version, mode):
         self.calls.append("commit")
-        return await self.inner.commit(version, mode)
+        report = await self.inner.commit(version, mode)
+        return self.committed or report
 
     async def rollback(self):
         self.calls.append("rollback")
@@ -273,6 +275,48 @@ def test_too_few_engines_after_the_commit_is_an_error_that_keeps_the_number_used
     asyncio.run(scenario())
 
 
+def test_a_version_that_nobody_confirms_is_not_delivered(fleet):
+    fleet = fleet(*(Fault(place=f"commit.after.{engine}", kind=FaultKind.RAISE, visit=1) for engine in (A, B, C)))
+
+    async def scenario():
+        first = await fleet.publish(0)
+        with pytest.raises(DeliveryError):
+            await fleet.publish(1)
+        assert fleet.publisher.delivered == first.version
+        assert fleet.publisher.serving == ()
+        await fleet.publisher.restore(fleet.engines[A])
+        assert fleet.publisher.serving == (A,)
+        assert fleet.holds(A, 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_commits_another_version_is_fenced(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        first = await fleet.publish(0)
+        fleet.engines[C].committed = CommitReport(version=first.version, pause_s=0.0, running=0)
+        report = await fleet.publish(1)
+        assert report.committed == (A, B)
+        assert "committed v0@1 instead of v1@1" in report.fenced[C]
+
+    asyncio.run(scenario())
+
+
+def test_closing_removes_the_bytes_and_can_be_repeated(fleet, tmp_path):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        await fleet.publisher.close()
+        await fleet.publisher.close()
+        assert list(tmp_path.iterdir()) == []
+        assert fleet.holds(A, 0)
+
+    asyncio.run(scenario())
+
+
 def test_numbers_never_restart(fleet):
     fleet = fleet()
 
@@ -324,6 +368,21 @@ def test_a_replacement_or_a_new_engine_is_taken_in(fleet):
     asyncio.run(scenario())
 
 
+def test_an_engine_that_dies_while_it_is_restored_stays_fenced(fleet):
+    fleet = fleet(Fault(place="commit.after.b", kind=FaultKind.DELAY, seconds=0.05, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        restoring = asyncio.create_task(fleet.publisher.restore(fleet.engines[B]))
+        await asyncio.sleep(0.02)
+        fleet.publisher.fence(B, "its process ended")
+        with pytest.raises(EngineError, match="its process ended"):
+            await restoring
+        assert fleet.publisher.serving == (A, C)
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_failed_before_the_first_delivery_can_take_part_in_it(fleet):
     faults = [Fault(place=f"stage.before.{engine}", kind=FaultKind.RAISE) for engine in (A, B, C)]
     fleet = fleet(*faults)
@@ -341,7 +400,7 @@ def test_an_engine_that_failed_before_the_first_delivery_can_take_part_in_it(fle
 
 def test_an_engine_that_cannot_prove_its_memory_does_not_serve(fleet):
     fleet = fleet()
-    fleet.engines[A].report = VerifyReport(digest=digest(weights(0)), kind=DigestKind.RECEIVED, verify_s=0.0)
+    fleet.engines[A].verified = VerifyReport(digest=digest(weights(0)), kind=DigestKind.RECEIVED, verify_s=0.0)
     report = asyncio.run(fleet.publish(0))
     assert report.committed == (B, C)
     assert "nothing proves" in report.fenced[A]

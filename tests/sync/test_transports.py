@@ -6,6 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,40 @@ def test_a_model_of_another_form_is_refused_by_name_before_a_byte_is_written(tra
     with pytest.raises(PayloadError, match=named):
         asyncio.run(receive(transport.publish(manifest, model()), manifest, into))
     assert digest(into) == before
+
+
+class Gate(UserDict):
+    """Tensors of which one, asked for by the copying thread, is only given once the gate is open."""
+
+    def __init__(self, tensors, name):
+        super().__init__(tensors)
+        self.name, self.reached, self.opened = name, threading.Event(), threading.Event()
+
+    def __getitem__(self, name):
+        if name == self.name and threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            assert self.opened.wait(10)
+        return super().__getitem__(name)
+
+
+def test_once_cancelled_nothing_writes_any_more(transport):
+    tensors, into = model(), Gate(staging(), "embed")
+    manifest = build_manifest(0, 1, None, tensors)
+    source = transport.publish(manifest, tensors)
+
+    async def scenario():
+        receiving = asyncio.create_task(receive(source, manifest, into))
+        await asyncio.to_thread(into.reached.wait, 10)
+        receiving.cancel()
+        await asyncio.sleep(0.02)
+        assert not receiving.done(), "it returned while its thread could still write"
+        into.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+
+    asyncio.run(scenario())
+    assert torch.equal(into["block.q"], tensors["block.q"])
+    assert not into["scale"].any(), "it went on after it was cancelled"
 
 
 @pytest.mark.parametrize("source_type", [SharedMemorySource, DiskSource])

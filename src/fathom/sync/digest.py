@@ -7,7 +7,7 @@ byte, name, shape or element type, and does not depend on the order in which ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -115,6 +115,11 @@ def wrong_tensors(manifest: Manifest, held: Mapping[str, Tensor], *, threads: in
     promised = {entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in manifest.tensors}
     found = {entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in layout(held, threads=threads)}
     return tuple(sorted(name for name in promised | found if promised.get(name) != found.get(name)))
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of a listing and how many more there are, for messages."""
+    return f"{list(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _refuse_tied(tensors: Mapping[str, Tensor]) -> None:

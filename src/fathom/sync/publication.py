@@ -15,7 +15,7 @@ class Publication:
     version: PolicyVersion
     """What serves now."""
     parent: PolicyVersion | None
-    """What served before. None: this is the first publication of the incarnation."""
+    """What served before. None: nothing did."""
     size_bytes: int
     """Bytes of the version."""
     write_s: float

@@ -27,13 +27,14 @@ from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
-from fathom.sync.digest import build_manifest
+from fathom.sync.digest import build_manifest, few
 from fathom.sync.phase import Phase
 from fathom.sync.publication import Publication
 from fathom.sync.receiver import Receiver
 from fathom.sync.transports.transport import Transport
 
 _NO_FAULTS = NoFaults()
+_RESTORING = "it is being restored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +125,13 @@ class Publisher:
         """
         async with self._turn:
             self._engines[engine.id] = engine
-            self.fence(engine.id, "it is being restored")
+            self.fence(engine.id, _RESTORING)
             if self._delivered is not None:
                 stage, verify = await self._prepare(self._delivered, [engine.id])
                 self._fence_all(stage.refused | verify.refused)
-                commit = await self._commit(self._delivered, verify.answers)
-                if not commit.answers:
-                    raise EngineError(engine.id, f"cannot be restored, replace it; {self._fenced[engine.id]}")
+                await self._commit(self._delivered, verify.answers)
+            if self._fenced[engine.id] != _RESTORING:
+                raise EngineError(engine.id, f"cannot be restored, replace it; {self._fenced[engine.id]}")
             del self._fenced[engine.id]
 
     async def close(self) -> None:
@@ -196,11 +197,10 @@ class Publisher:
         async def prove(engine: Receiver) -> VerifyReport:
             report = await engine.verify()
             if report.kind is not DigestKind.MEMORY:
-                raise EngineError(
-                    engine.id, "does not digest the memory it serves from, so nothing proves what it holds"
-                )
+                raise EngineError(engine.id, "does not digest the memory it serves from: nothing proves what it holds")
             if report.digest != offer.version.digest:
-                raise PayloadError(f"digest {report.digest}, published {offer.version.digest}; wrong: {report.wrong}")
+                wrong = few(report.wrong)
+                raise PayloadError(f"digest {report.digest}, published {offer.version.digest}; wrong tensors: {wrong}")
             return report
 
         stage = Phase[StageReport]("stage", self._config.timeout_s, self._faults)

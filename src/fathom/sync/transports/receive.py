@@ -15,7 +15,7 @@ from torch import Tensor
 from fathom.core.errors import PayloadError
 from fathom.core.manifest import DiskSource, Manifest, SharedMemorySource, TensorEntry, WeightSource
 from fathom.core.ports.faults import Faults, NoFaults
-from fathom.sync.digest import byte_view, dtype_name
+from fathom.sync.digest import byte_view, dtype_name, few
 
 Pieces = Iterator[tuple[TensorEntry, Tensor]]
 """Each entry with its bytes as uint8 [size_bytes]; valid until the next one."""
@@ -47,8 +47,8 @@ def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(into.keys() - promised), sorted(promised - into.keys())
     if missing or unknown:
         raise PayloadError(
-            f"{manifest.version.name} does not fit the engine's model: without a value {missing}, "
-            f"without a place {unknown}; publish the same model, tied names resolved to one"
+            f"{manifest.version.name} does not fit the engine's model: without a value {few(missing)}, "
+            f"without a place {few(unknown)}; publish the same model, tied names resolved to one"
         )
     for entry in manifest.tensors:
         tensor = into[entry.name]
