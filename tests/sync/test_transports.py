@@ -285,3 +285,14 @@ def test_a_medium_that_fails_is_a_delivery_error_that_names_the_way_out(tmp_path
     (tmp_path / "weights").rmdir()
     with pytest.raises(DeliveryError, match=r"sync.transport = 'shared'"):
         transport.publish(build_manifest(0, 1, None, model()), model())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_tensors_are_published_and_received_to_the_bit(transport):
+    tensors = {name: tensor.cuda() for name, tensor in model().items()}
+    into = {name: tensor.cuda() for name, tensor in staging().items()}
+    manifest = build_manifest(0, 1, None, tensors)
+    assert manifest == build_manifest(0, 1, None, model())
+    asyncio.run(receive(transport.publish(manifest, tensors), manifest, into))
+    assert digest(into) == manifest.version.digest
