@@ -40,7 +40,7 @@ from fathom.rollout.engines.embedded.messages import (
     StatusCall,
     VerifyCall,
 )
-from fathom.rollout.engines.embedded.server.admission import Stream
+from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.sync.digest import digest, wrong_tensors
 from fathom.sync.transports.receive import receive

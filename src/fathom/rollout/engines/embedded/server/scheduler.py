@@ -27,9 +27,10 @@ from fathom.core.ports.engine import (
     ScoreResult,
 )
 from fathom.core.records.sampling import InFlightMode
+from fathom.rollout.engines.admission_queue import AdmissionQueue
 from fathom.rollout.engines.embedded.messages import Streamed
-from fathom.rollout.engines.embedded.server.admission import AdmissionQueue, Job, Stream
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weights import WeightSet, WeightSets
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Scheduler:
         self._weights = weights
         self._deliver = deliver
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting = AdmissionQueue()
+        self._waiting: AdmissionQueue[Job] = AdmissionQueue()
         self._jobs: dict[str, Job] = {}
         self._seen: set[str] = set()
         self._scores: list[tuple[ScoreRequest, Future[ScoreResult]]] = []

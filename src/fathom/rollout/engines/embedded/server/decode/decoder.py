@@ -16,12 +16,12 @@ from fathom.core.ids import EngineId
 from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import FinishReason
 from fathom.rollout.engines.embedded.messages import Failure, FailureKind, Streamed
-from fathom.rollout.engines.embedded.server.admission import Job
 from fathom.rollout.engines.embedded.server.decode.chunks import ChunkWriter
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.prefixes import Prefixes, prefix_key
 from fathom.rollout.engines.embedded.server.decode.sampler import Draw, draw
 from fathom.rollout.engines.embedded.server.decode.slots import SlotTable
+from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.weights import WeightSet
 from fathom.rollout.engines.uniforms import uniforms
 

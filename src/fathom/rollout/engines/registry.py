@@ -1,0 +1,38 @@
+"""One launcher per kind of engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+
+from fathom.config.families import EngineKind
+from fathom.core.errors import ConfigError
+from fathom.core.ports.engine import Engine
+from fathom.rollout.engines.embedded.client import EmbeddedEngine
+from fathom.rollout.engines.embedded.process import EmbeddedSpec
+from fathom.rollout.engines.scripted.script import ToyPolicy
+from fathom.rollout.engines.scripted.scripted_engine import ScriptedEngine
+
+Launcher = Callable[[EmbeddedSpec], Awaitable[Engine]]
+
+
+async def _launch_scripted(spec: EmbeddedSpec) -> Engine:
+    """A random bigram model over the vocabulary of the folder: for trying out everything around an engine."""
+    config = spec.model_folder / "config.json"
+    try:
+        vocab_size = int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{config} does not say vocab_size: {error}; give a Hugging Face model folder") from error
+    return ScriptedEngine(
+        ToyPolicy(vocab_size),
+        engine_id=spec.engine,
+        max_running=spec.max_running,
+        max_context_tokens=spec.max_context_tokens,
+    )
+
+
+LAUNCHERS: dict[EngineKind, Launcher] = {
+    EngineKind.EMBEDDED: EmbeddedEngine.launch,
+    EngineKind.SCRIPTED: _launch_scripted,
+}
+"""How each kind of engine is started; it holds no version until one is committed."""
