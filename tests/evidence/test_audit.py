@@ -168,7 +168,7 @@ def never_settled(history: History) -> None:
         (wrong_count, "counts", "reports 4 tokens in the gradient, its rows have 8"),
         (missing_trajectory, "record", "no trajectory '1/e9.i9/a0/m0'"),
         (token_without_probability, "probability", "4 tokens without"),
-        (prompt_token_trained, "record", "a token with loss was not sampled"),
+        (prompt_token_trained, "record", "was trained that has no loss in its record"),
         (step_left_out, "steps", "step 3 follows a history of 1 steps"),
         (version_goes_back, "versions", "v0@1 follows v1@1"),
         (published_something_else, "delivery", "v1@1 has digest ffffffffffff"),

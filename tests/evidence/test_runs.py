@@ -40,10 +40,12 @@ def test_a_listing_says_how_each_run_stands(runs: Path) -> None:
     held = write_run(runs / "live-20250401-120000", finished=False)
     (runs / "fresh-20250401-120000").mkdir()
     (runs / "fresh-20250401-120000" / "config.json").write_text("{}")
+    damaged = write_run(runs / "damaged-20250401-120000")
+    (damaged / "ledger" / "ledger.sqlite").write_bytes(b"not a database")
     lock = os.open(held / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        states = {run.name.partition("-")[0]: run.state for run in list_runs(runs)}
+        states = {run.name.partition("-")[0]: run.state.partition(" /")[0] for run in list_runs(runs)}
     finally:
         os.close(lock)
     assert states == {
@@ -52,6 +54,7 @@ def test_a_listing_says_how_each_run_stands(runs: Path) -> None:
         "killed": "stopped",
         "live": "running",
         "fresh": "empty",
+        "damaged": "unreadable: cannot open",
     }
     first = next(run for run in list_runs(runs) if run.name == "smollm-20250201-120000")
     assert (first.step, first.steps, first.reward_mean) == (2, 2, pytest.approx(0.4))

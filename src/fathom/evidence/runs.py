@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathom.core.errors import ConfigError, LedgerError
-from fathom.evidence.run_state import RunPhase, state_of
+from fathom.evidence.run_state import RunPhase, RunState, state_of
 from fathom.ledger.events import IncarnationOpened
 from fathom.ledger.reader import LedgerReader
 
@@ -50,7 +50,31 @@ def tokenizer_of(run: Path) -> Path | None:
 
 def list_runs(runs_dir: Path) -> list[RunListing]:
     """All runs in a folder, newest first."""
-    return sorted((_listing(path) for path in _folders(runs_dir)), key=lambda run: run.started_s or 0.0, reverse=True)
+    return sorted(
+        (describe_run(path) for path in _folders(runs_dir)), key=lambda run: run.started_s or 0.0, reverse=True
+    )
+
+
+def describe_run(path: Path) -> RunListing:
+    """How the run in a folder stands. Never fails: a ledger that cannot be read is a state too."""
+    state, opened = RunState(phase=RunPhase.EMPTY, reason="", step=0, reward_mean=None), None
+    fault = ""
+    try:
+        with LedgerReader(ledger_of(path)) as reader:
+            state = state_of(reader)
+            opened = reader.latest(IncarnationOpened, until=1)
+    except LedgerError as error:
+        if any(ledger_of(path).glob("*.sqlite")):
+            fault = f"unreadable: {error}"
+    return RunListing(
+        name=path.name,
+        path=str(path),
+        state=fault or _words(state, held=_is_held(path / "lock")),
+        step=state.step,
+        steps=_planned_steps(path),
+        reward_mean=state.reward_mean,
+        started_s=opened.at_s if opened else None,
+    )
 
 
 def find_run(run: str, runs_dir: Path) -> Path:
@@ -77,27 +101,16 @@ def _folders(runs_dir: Path) -> list[Path]:
     return sorted(path.parent for path in runs_dir.glob("*/config.json"))
 
 
-def _listing(path: Path) -> RunListing:
-    steps = _planned_steps(path)
-    try:
-        with LedgerReader(ledger_of(path)) as reader:
-            state = state_of(reader)
-            opened = reader.latest(IncarnationOpened, until=1)
-    except LedgerError as error:
-        fault = "empty" if not ledger_of(path).is_dir() else f"unreadable: {error}"
-        return RunListing(
-            name=path.name, path=str(path), state=fault, step=0, steps=steps, reward_mean=None, started_s=None
-        )
-    phase = {RunPhase.ENDED: f"ended: {state.reason}", RunPhase.EMPTY: "empty"}.get(state.phase, "stopped")
-    return RunListing(
-        name=path.name,
-        path=str(path),
-        state="running" if _is_held(path / "lock") else phase,
-        step=state.step,
-        steps=steps,
-        reward_mean=state.reward_mean,
-        started_s=opened.at_s if opened else None,
-    )
+def _words(state: RunState, *, held: bool) -> str:
+    if held:
+        return "running"
+    match state.phase:
+        case RunPhase.ENDED:
+            return f"ended: {state.reason}"
+        case RunPhase.OPEN:
+            return "stopped"
+        case RunPhase.EMPTY:
+            return "empty"
 
 
 def _planned_steps(path: Path) -> int | None:

@@ -41,8 +41,10 @@ class Span:
 class ContainerWriter:
     """Appends records to segments in `folder`, a new one for this opening and after every `segment_bytes`."""
 
-    def __init__(self, folder: Path, segment_bytes: int) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int, fsync: bool) -> None:
+        """With `fsync`, `flush` waits for the disk."""
         self._folder = folder
+        self._fsync = fsync
         self._segment_bytes = segment_bytes
         self._segment = max((_number(path) for path in folder.glob("arrays-*.bin")), default=0)
         self._file: BinaryIO | None = None
@@ -65,14 +67,12 @@ class ContainerWriter:
         self._offset += len(skeleton) + len(arrays)
         return span
 
-    def flush(self, *, fsync: bool) -> None:
+    def flush(self) -> None:
         """Hand everything appended to the operating system; with `fsync`, to the disk."""
-        if self._file is None:
-            return
-        self._file.flush()
-        if fsync:
-            os.fsync(self._file.fileno())
-            _sync_folder(self._folder)
+        if self._file is not None:
+            self._file.flush()
+            if self._fsync:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close."""
@@ -82,11 +82,15 @@ class ContainerWriter:
 
     def _next_segment(self) -> BinaryIO:
         if self._file is not None:
-            self.flush(fsync=True)  # a full segment leaves the reach of later flushes
+            self.flush()
             self._file.close()
         self._segment += 1
         self._offset = 0
-        return open(_path(self._folder, self._segment), "xb", buffering=_BUFFER_BYTES)
+        path = _path(self._folder, self._segment)
+        path.touch(exist_ok=False)
+        if self._fsync:
+            _sync_folder(self._folder)  # the segment's name must last as well as its bytes
+        return open(path, "wb", buffering=_BUFFER_BYTES)
 
 
 @final

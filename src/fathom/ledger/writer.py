@@ -38,8 +38,7 @@ class LedgerWriter:
         self._database = schema.connect(folder, read_only=False)
         self._lock = _lock(folder)
         self._database.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-        self._container = ContainerWriter(folder, segment_bytes)
-        self._fsync = fsync
+        self._container = ContainerWriter(folder, segment_bytes=segment_bytes, fsync=fsync)
         self._clock = clock
         self._last_seq = int(self._database.execute("SELECT coalesce(max(seq), 0) FROM event").fetchone()[0])
         self._incarnation: int | None = None
@@ -139,7 +138,7 @@ class LedgerWriter:
         began = time.perf_counter()
         self._insert("written", (self._last_seq, self._seconds))
         try:
-            self._container.flush(fsync=self._fsync)
+            self._container.flush()
             self._database.execute("BEGIN IMMEDIATE")
             for table, rows in self._pending.items():
                 marks = ", ".join("?" * len(rows[0]))

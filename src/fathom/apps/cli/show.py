@@ -13,7 +13,7 @@ from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, AsJson, RunName, RunsDir
 from fathom.apps.cli.summary_view import sections
 from fathom.evidence.report.picture import draw
 from fathom.evidence.report.summary import summarise
-from fathom.evidence.runs import find_run, ledger_of
+from fathom.evidence.runs import describe_run, find_run, ledger_of
 from fathom.ledger.reader import LedgerReader
 
 Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE.png", help="also draw it (extra: plot)")]
@@ -30,7 +30,7 @@ def show(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = F
         typer.echo(msgspec.json.format(msgspec.json.encode(summary)))
         return
     console = Console()
-    for section in sections(folder.name, summary):
+    for section in sections(describe_run(folder), summary):
         console.print(section)
         console.print()
     if picture is not None:

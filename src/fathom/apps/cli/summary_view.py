@@ -12,14 +12,15 @@ from rich.text import Text
 
 from fathom.core.records.step import Mismatch
 from fathom.evidence.report.run_summary import RunSummary
+from fathom.evidence.runs import RunListing
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
 
 
-def sections(name: str, summary: RunSummary) -> Iterator[RenderableType]:
+def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
     """The parts of the page, those with nothing to say left out."""
-    yield _header(name, summary)
+    yield _header(run, summary)
     if summary.evaluations:
         yield _evaluations(summary)
     yield _books(summary)
@@ -44,19 +45,18 @@ def curve(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
     return "".join(_BARS[min(int((mean - low) / span * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
-def _header(name: str, summary: RunSummary) -> RenderableType:
-    table = _facts(name)
-    state = summary.state
-    phase = f"{state.phase}: {state.reason}" if state.reason else str(state.phase)
+def _header(run: RunListing, summary: RunSummary) -> RenderableType:
+    table = _facts(run.name)
     resumed = f", resumed {summary.incarnations - 1} times" if summary.incarnations > 1 else ""
-    table.add_row("state", f"{phase}{resumed}")
+    table.add_row("state", f"{run.state}{resumed}")
     if summary.started_s:
         table.add_row("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started_s)))
     if summary.warm_start is not None:
         steps, loss = summary.warm_start
         table.add_row("warm start", f"{steps} supervised steps, last loss {loss:.4f}")
     idle = sum(not point.stepped for point in summary.steps)
-    table.add_row("steps", f"{state.step}" + (f", and {idle} without effect" if idle else ""))
+    planned = f" of {run.steps}" if run.steps is not None else ""
+    table.add_row("steps", f"{summary.state.step}{planned}" + (f", and {idle} without effect" if idle else ""))
     rewards = [point.reward_mean for point in summary.steps if point.reward_mean is not None]
     if rewards:
         table.add_row("reward", f"{rewards[0]:.3f} {curve(rewards)} {rewards[-1]:.3f}")

@@ -28,6 +28,8 @@ class TrainedRow:
     """What happened to its tokens."""
     stored: StoredTrajectory
     """The trajectory, verified against its content hash."""
+    sampled_index: np.ndarray
+    """int64 [N]: place of each token among the branch's sampled ones, which have versions and log-probabilities."""
 
     @property
     def header(self) -> TrajectoryHeader:
@@ -43,16 +45,6 @@ class TrainedRow:
     def in_gradient(self) -> np.ndarray:
         """bool [N]: tokens that had a gradient, which none has in a step without effect."""
         return (self.outcome.mask_codes == -1) & self.step.stepped
-
-    @property
-    def sampled_index(self) -> np.ndarray:
-        """int64 [N]: place of each token among the branch's sampled ones. Raises LedgerError where one was not."""
-        positions, branch = self.outcome.positions, self.branch
-        if len(positions) and (positions.min() < 0 or positions.max() >= len(branch.token_ids)):
-            raise LedgerError(f"step {self.step.number}, {self.header.id}: a position lies outside the branch")
-        if not branch.sampled[positions].all():
-            raise LedgerError(f"step {self.step.number}, {self.header.id}: a token with loss was not sampled")
-        return (np.cumsum(branch.sampled) - 1)[positions]
 
     @property
     def ages(self) -> np.ndarray:
@@ -71,12 +63,32 @@ class TrainedRow:
 
 
 def trained_rows(reader: LedgerReader, step: Recorded[StepTaken]) -> Iterator[TrainedRow]:
-    """The rows of a step, in batch order. Raises LedgerError for one whose trajectory is missing or damaged."""
+    """The rows of a step, in batch order.
+
+    Raises:
+        LedgerError: a row's trajectory is missing or damaged, or has no loss where the row says it has.
+    """
     known: dict[TrajectoryId, StoredTrajectory] = {}
     for outcome in reader.outcomes(step.seq):
         if outcome.trajectory not in known:
             known[outcome.trajectory] = reader.trajectory(outcome.trajectory)
         stored = known[outcome.trajectory]
-        if not 0 <= outcome.branch < len(stored.trajectory.payload.branches):
-            raise LedgerError(f"step {step.event.number}: {outcome.trajectory} has no branch {outcome.branch}")
-        yield TrainedRow(seq=step.seq, step=step.event, outcome=outcome, stored=stored)
+        yield TrainedRow(
+            seq=step.seq,
+            step=step.event,
+            outcome=outcome,
+            stored=stored,
+            sampled_index=_sampled_index(outcome, stored, f"step {step.event.number}, {outcome.trajectory}"),
+        )
+
+
+def _sampled_index(outcome: RowOutcome, stored: StoredTrajectory, where: str) -> np.ndarray:
+    branches, positions = stored.trajectory.payload.branches, outcome.positions
+    if not 0 <= outcome.branch < len(branches):
+        raise LedgerError(f"{where}: there is no branch {outcome.branch}")
+    branch = branches[outcome.branch]
+    if len(positions) and (positions.min() < 0 or positions.max() >= len(branch.token_ids)):
+        raise LedgerError(f"{where}: a position lies outside branch {outcome.branch}")
+    if not branch.loss_mask[positions].all():
+        raise LedgerError(f"{where}: a token of branch {outcome.branch} was trained that has no loss in its record")
+    return (np.cumsum(branch.sampled) - 1)[positions]
