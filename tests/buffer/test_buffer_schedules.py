@@ -38,7 +38,6 @@ class Schedule(RuleBasedStateMachine):
     @initialize(setting=SETTINGS)
     def begin(self, setting: Setting) -> None:
         self.world = World(setting)
-        self.drained = False
 
     @property
     def can_start(self) -> bool:
@@ -60,7 +59,9 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.world.batch is None)
     @rule()
     def take(self) -> None:
-        self.drained = isinstance(self.world.take(), Drained)
+        if isinstance(self.world.take(), Drained):
+            assert self.world.buffer.source.exhausted
+            assert None not in self.world.heard.occurrences.values(), "drained with an occurrence undecided"
 
     @precondition(lambda self: self.world.batch is not None and self.world.mini_batches)
     @rule(random=RANDOM)
@@ -96,11 +97,6 @@ class Schedule(RuleBasedStateMachine):
         setting, buffer = self.world.setting, self.world.buffer
         batches = setting.staleness.max_staleness // setting.steps_on_a_batch + 1
         assert buffer.running_groups + buffer.buffered_groups <= batches * setting.groups_per_step
-
-    @invariant()
-    def drained_means_everything_is_decided(self) -> None:
-        if self.drained and self.world.buffer.source.exhausted:
-            assert None not in self.world.heard.occurrences.values()
 
 
 TestSchedule = Schedule.TestCase
