@@ -99,6 +99,28 @@ def test_a_resumed_run_counts_what_survives(tmp_path: Path) -> None:
     assert summary.books.occurrences[OccurrenceState.TRAINED] == 1
 
 
+def test_speed_leaves_out_the_time_between_incarnations(tmp_path: Path) -> None:
+    def play(history: History, first: int) -> int:
+        history.publish(first)
+        history.train(first + 1, history.group(first))
+        seq = history.checkpoint(first + 1)
+        history.writer.close()
+        return seq
+
+    history = History(tmp_path)
+    history.open(config())
+    seq = play(history, 0)
+    alone = summary_of(tmp_path).throughput
+    resumed = History(tmp_path, resumed=True, start_s=1_800_000_000.0)
+    resumed.place = 1
+    resumed.open(config(), incarnation=2, parent_seq=seq, step=1)
+    play(resumed, 1)
+    together = summary_of(tmp_path).throughput
+    assert alone is not None
+    assert together is not None
+    assert together.seconds == pytest.approx(2 * alone.seconds)
+
+
 def test_pooling_is_that_of_all_tokens() -> None:
     def measure(log_ratios: np.ndarray) -> Mismatch:
         r = np.exp(log_ratios)

@@ -45,8 +45,7 @@ def config(max_staleness: int = 1, max_kv_staleness: int | None = None, steps: i
     return parse_config(tree, "synthetic")
 
 
-def _seconds() -> Iterator[float]:
-    now = 1_700_000_000.0
+def _seconds(now: float) -> Iterator[float]:
     while True:
         yield now
         now += 0.05
@@ -55,8 +54,8 @@ def _seconds() -> Iterator[float]:
 class History:
     """Writes events in the order a run does."""
 
-    def __init__(self, ledger: Path, *, resumed: bool = False) -> None:
-        seconds = _seconds()
+    def __init__(self, ledger: Path, *, resumed: bool = False, start_s: float = 1_700_000_000.0) -> None:
+        seconds = _seconds(start_s)
         opener = LedgerWriter.open if resumed else LedgerWriter.create
         self.writer = opener(ledger, clock=lambda: next(seconds))
         self.incarnation = 1

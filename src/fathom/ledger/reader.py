@@ -161,8 +161,9 @@ class LedgerReader:
     # --- the ledger itself -------------------------------------------------------------------------------------
 
     def write_seconds(self) -> float:
-        """Time the writers of this ledger spent in it, all incarnations together."""
-        return float(self._query("SELECT coalesce(sum(seconds), 0) FROM written")[0][0])
+        """Time it took to write the history that survives: appending and committing, as the writer measured it."""
+        survives = _within("last_seq", self.lineage())
+        return float(self._query(f"SELECT coalesce(sum(seconds), 0) FROM written WHERE {survives}")[0][0])
 
     def _uses(
         self, condition: str, values: Iterable[Any], include_undone: bool, until: int | None = None

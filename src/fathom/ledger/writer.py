@@ -36,7 +36,11 @@ class LedgerWriter:
     def __init__(self, folder: Path, *, fsync: bool, clock: Callable[[], float], segment_bytes: int) -> None:
         """Use `create` or `open`."""
         self._database = schema.connect(folder, read_only=False)
-        self._lock = _lock(folder)
+        try:
+            self._lock = _lock(folder)
+        except LedgerError:
+            self._database.close()
+            raise
         self._database.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         self._container = ContainerWriter(folder, segment_bytes=segment_bytes, fsync=fsync)
         self._clock = clock

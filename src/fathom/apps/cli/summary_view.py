@@ -156,7 +156,7 @@ def _speed(summary: RunSummary) -> RenderableType:
     table = _facts("speed")
     speed, sent = summary.throughput, summary.publications
     if speed is not None:
-        table.add_row("wall clock", f"{speed.seconds:.1f} s to the last step")
+        table.add_row("wall clock", f"{speed.seconds:.1f} s from the first publication to the last step")
         table.add_row(
             "throughput", f"{speed.tokens_per_s:,.0f} trained and {speed.sampled_tokens_per_s:,.0f} sampled tokens/s"
         )

@@ -124,10 +124,13 @@ class FaultCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Speed, from the first to the last step of what survives, evaluations and pauses included."""
+    """Speed of the work that survives: from the first publication to the last step of each incarnation's part.
+
+    Evaluations and checkpoints in between count; warm start, undone work and the time between incarnations do not.
+    """
 
     seconds: float
-    """Wall-clock seconds from the first RL event to the last step."""
+    """Wall-clock seconds of these parts together."""
     tokens_per_s: float
     """Tokens in the gradient per second."""
     sampled_tokens_per_s: float

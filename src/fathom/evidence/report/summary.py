@@ -19,6 +19,7 @@ from fathom.evidence.report.run_summary import (
 from fathom.evidence.run_state import state_of
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import Evaluated, FaultSeen, IncarnationOpened, Published, StepTaken, WarmStartStepped
+from fathom.ledger.lineage import Lineage
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.replay import replay
 
@@ -52,7 +53,13 @@ def summarise(reader: LedgerReader) -> RunSummary:
             if entry.event.gap is not None and entry.event.gap.tokens
         ),
         publications=_publications([entry.event for entry in publications]),
-        throughput=_throughput(steps, publications, books.sampled_tokens, reader.write_seconds()),
+        throughput=_throughput(
+            steps,
+            publications,
+            reader.lineage(),
+            sampled_tokens=books.sampled_tokens,
+            write_s=reader.write_seconds(),
+        ),
         faults=_faults(reader),
     )
 
@@ -124,20 +131,31 @@ def _publications(events: list[Published]) -> PublicationSummary | None:
 
 
 def _throughput(
-    steps: list[Recorded[StepTaken]], published: list[Recorded[Published]], sampled: int, write_s: float
+    steps: list[Recorded[StepTaken]],
+    published: list[Recorded[Published]],
+    lineage: Lineage,
+    *,
+    sampled_tokens: int,
+    write_s: float,
 ) -> Throughput | None:
-    """Time runs from the first publication that survives: before it there is warm start, not RL."""
-    if not steps or not published:
+    seconds = sum(_active_s(steps, published, first, last) for first, last in lineage.ranges)
+    if not seconds:
         return None
-    seconds = max(steps[-1].at_s - published[0].at_s, 1e-9)
     return Throughput(
         seconds=seconds,
         tokens_per_s=sum(step.event.metrics.tokens for step in steps) / seconds,
-        sampled_tokens_per_s=sampled / seconds,
+        sampled_tokens_per_s=sampled_tokens / seconds,
         trainer_busy=sum(step.event.metrics.step_s for step in steps) / seconds,
         trainer_waiting=sum(step.event.waited_s for step in steps) / seconds,
         ledger_share=write_s / seconds,
     )
+
+
+def _active_s(steps: list[Recorded[StepTaken]], published: list[Recorded[Published]], first: int, last: int) -> float:
+    """Seconds between the first publication and the last step of a stretch of the history."""
+    begun = [entry.at_s for entry in published if first <= entry.seq <= last]
+    taken = [entry.at_s for entry in steps if first <= entry.seq <= last]
+    return max(taken[-1] - begun[0], 0.0) if begun and taken else 0.0
 
 
 def _faults(reader: LedgerReader) -> tuple[FaultCount, ...]:
