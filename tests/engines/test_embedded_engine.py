@@ -1,85 +1,236 @@
 import asyncio
+import os
+import signal
+import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
+import msgspec
+import numpy as np
 import pytest
 import torch
+from shelf import Shelf, tiny_folder
 
+from fathom.config.families import Dtype
+from fathom.core.errors import ConfigError, EngineDeadError, EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId
-from fathom.core.manifest import Manifest, WeightSource
-from fathom.model.language_model import LanguageModel
-from fathom.model.tiny import make_tiny
+from fathom.core.ports.engine import ScoreRequest
+from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.conformance import CASES, Case, Subject
 from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
-from fathom.sync.digest import build_manifest
+from fathom.sync.transports.disk import DiskTransport
 from fathom.sync.transports.shared import SharedTransport
-from fathom.text.characters import save_character_tokenizer
 
 CONTEXT = 192
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("model")
-    save_character_tokenizer(folder)
-    make_tiny("arithmetic", 0, folder)
-    return folder
+    return tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-def spec(folder: Path, log_path: Path) -> EmbeddedSpec:
+def make_spec(folder: Path, tmp_path: Path) -> EmbeddedSpec:
     return EmbeddedSpec(
-        engine=EngineId("e0"), model_folder=folder, log_path=log_path, max_context_tokens=CONTEXT, max_running=16
+        engine=EngineId("e0"),
+        model_folder=folder,
+        log_path=tmp_path / "engine.log",
+        max_context_tokens=CONTEXT,
+        max_running=16,
+        call_timeout_s=2.0,
     )
 
 
-class Shelf:
-    """Versions of the tiny model: version n is the folder's, with noise of seed n."""
+@dataclass
+class Bench:
+    """A launched engine, and the event loop that its client lives in."""
 
-    def __init__(self, folder: Path, run_folder: Path) -> None:
-        self.model = LanguageModel.load(folder, torch.float32, "cpu")
-        self._transport = SharedTransport(run_folder)
-
-    def weights(self, number: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number)
-        named = self.model.weights()
-        return {k: v.detach() + 0.05 * torch.randn(v.shape, generator=generator) for k, v in named.items()}
-
-    async def publish(self, number: int) -> tuple[Manifest, WeightSource]:
-        weights = self.weights(number)
-        manifest = build_manifest(number, 1, None, weights)
-        source = self._transport.publish(manifest, weights)
-        self._transport.release(manifest.version)
-        return manifest, source
-
-    def close(self) -> None:
-        self._transport.close()
+    runner: asyncio.Runner
+    subject: Subject
+    engine: EmbeddedEngine
+    shelf: Shelf
 
 
 @asynccontextmanager
-async def launched(folder: Path, tmp_path: Path) -> AsyncIterator[Subject]:
-    shelf = Shelf(folder, tmp_path)
-    engine = await EmbeddedEngine.launch(spec(folder, tmp_path / "engine.log"))
+async def launched(spec: EmbeddedSpec, shelf: Shelf) -> AsyncIterator[EmbeddedEngine]:
+    engine = await EmbeddedEngine.launch(spec)
     try:
-        yield Subject(engine, shelf.publish, shelf.model.shape.vocab_size)
+        yield engine
     finally:
         await engine.close()
-        shelf.close()
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, Subject]]:
-    """One process for all cases, and the event loop its client lives in."""
+def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One process for all tests that leave it well."""
+    tmp_path = tmp_path_factory.mktemp("run")
+    transport = SharedTransport(tmp_path)
+    shelf = Shelf(folder, transport)
     with asyncio.Runner() as runner:
-        context = launched(folder, tmp_path_factory.mktemp("run"))
-        subject = runner.run(context.__aenter__())
-        yield runner, subject
+        context = launched(make_spec(folder, tmp_path), shelf)
+        engine = runner.run(context.__aenter__())
+        yield Bench(runner, Subject(engine, shelf.publish, shelf.model.shape.vocab_size), engine, shelf)
         runner.run(context.__aexit__(None, None, None))
+    assert not engine.process.alive
+    transport.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_conformance(case: Case, shared: tuple[asyncio.Runner, Subject]) -> None:
-    runner, subject = shared
-    runner.run(case(subject))
+def test_conformance(case: Case, bench: Bench) -> None:
+    bench.runner.run(case(bench.subject))
+
+
+def test_every_call_needs_the_token(bench: Bench) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert httpx.post(f"{bench.engine.process.url}/status", headers=headers).status_code == 401
+
+
+def test_ctrl_c_is_the_parents_business(bench: Bench) -> None:
+    os.kill(bench.engine.process.pid, signal.SIGINT)
+    time.sleep(0.1)
+    bench.runner.run(bench.engine.health())
+
+
+def test_an_engine_that_does_not_answer_misses_the_deadline(bench: Bench) -> None:
+    os.kill(bench.engine.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineTimeoutError, match="2 s"):
+            bench.runner.run(bench.engine.health())
+    finally:
+        os.kill(bench.engine.process.pid, signal.SIGCONT)
+    bench.runner.run(bench.engine.health())
+
+
+def test_requests_that_make_no_sense_are_refused_and_harm_nobody(bench: Bench) -> None:
+    async def run() -> None:
+        await bench.subject.serve()
+        good = bench.subject.request()
+        for bad in (
+            msgspec.structs.replace(good, seed=-1),
+            msgspec.structs.replace(good, prompt_ids=np.array([1.5], np.float32)),
+            msgspec.structs.replace(good, prompt_ids=np.array([10_000], np.int32)),
+            msgspec.structs.replace(good, stop_ids=(10_000,)),
+            msgspec.structs.replace(good, want_routes=True),
+        ):
+            with pytest.raises(EngineRefusedError):
+                await bench.subject.run(bad)
+        score = ScoreRequest(
+            request_id="s",
+            token_ids=np.array([1, 2], np.int32),
+            positions=np.array([7], np.int64),
+            temperature=np.ones(1, np.float32),
+            kept=None,
+        )
+        with pytest.raises(EngineError):
+            await bench.engine.score(score)
+        await bench.subject.run(good)
+
+    bench.runner.run(run())
+
+
+def test_diverged_weights_fail_requests_and_a_good_version_heals(bench: Bench) -> None:
+    async def run() -> None:
+        broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in bench.shelf.weights(0).items()}
+        manifest, source = await bench.shelf.publish_weights(2_000_000, broken)
+        await bench.engine.stage(manifest, source)
+        await bench.engine.verify()
+        await bench.engine.commit(manifest.version, InFlightMode.CONTINUE)
+        with pytest.raises(EngineError, match="diverged"):
+            await bench.subject.run(bench.subject.request())
+        await bench.subject.serve()
+        await bench.subject.run(bench.subject.request())
+
+    bench.runner.run(run())
+
+
+def test_a_commit_whose_caller_went_away_does_not_happen(bench: Bench) -> None:
+    async def run() -> None:
+        before = await bench.subject.serve()
+        staged = await bench.subject.prepare()
+        running = [await bench.subject.begin(bench.subject.request(new=150, seed=seed)) for seed in range(4)]
+        commit = asyncio.create_task(bench.engine.commit(staged.version, InFlightMode.DRAIN))
+        await asyncio.sleep(0.03)
+        commit.cancel()
+        for each in running:
+            await each.finish()
+        assert (await bench.engine.status()).version == before
+        await bench.engine.rollback()
+
+    bench.runner.run(run())
+
+
+def test_bytes_that_are_not_those_of_the_manifest_are_named(bench: Bench) -> None:
+    async def run() -> None:
+        await bench.subject.serve()
+        manifest, _ = await bench.shelf.publish(3_000_000)
+        other = bench.shelf.weights(3_000_000)
+        other["model.norm.weight"] = other["model.norm.weight"] + 1
+        _, source = await bench.shelf.publish_weights(3_000_001, other)
+        await bench.engine.stage(manifest, source)
+        report = await bench.engine.verify()
+        assert report.digest != manifest.version.digest
+        assert report.wrong == ("model.norm.weight",)
+        with pytest.raises(EngineRefusedError, match="digest"):
+            await bench.engine.commit(manifest.version, InFlightMode.CONTINUE)
+
+    bench.runner.run(run())
+
+
+def test_bfloat16_from_disk_and_a_killed_engine(folder: Path, tmp_path: Path) -> None:
+    """One process: bfloat16 weights by the disk transport; then it is killed in the middle of a generation."""
+
+    async def run() -> None:
+        shelf = Shelf(folder, DiskTransport(tmp_path), torch.bfloat16)
+        spec = replace(make_spec(folder, tmp_path), dtype=Dtype.BFLOAT16)
+        async with launched(spec, shelf) as engine:
+            subject = Subject(engine, shelf.publish, shelf.model.shape.vocab_size)
+            with pytest.raises(EngineRefusedError, match="no version"):
+                await subject.run(subject.request())
+            await subject.serve()
+            done = await subject.run(subject.request())
+            assert done.end.dtype == "bfloat16"
+            request = ScoreRequest(
+                request_id="s",
+                token_ids=done.context,
+                positions=np.arange(8, len(done.context), dtype=np.int64),
+                temperature=np.ones(len(done.text), np.float32),
+                kept=None,
+            )
+            scored = await engine.score(request)
+            np.testing.assert_allclose(scored.logprobs, done.logprobs, atol=0.1)
+
+            running = await subject.begin(subject.request(new=150))
+            os.kill(engine.process.pid, signal.SIGKILL)
+            died_s = time.monotonic()
+            with pytest.raises(EngineDeadError, match="exit code -9"):
+                await running.finish()
+            with pytest.raises(EngineDeadError):
+                await engine.health()
+            assert time.monotonic() - died_s < 2
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_taken_port_is_told_before_any_model_loads(folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        spec = replace(make_spec(folder, tmp_path), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="port"):
+            asyncio.run(EmbeddedEngine.launch(spec))
+
+
+def test_an_engine_that_is_not_ready_in_time_is_ended(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineTimeoutError, match="not healthy"):
+        asyncio.run(EmbeddedEngine.launch(replace(make_spec(folder, tmp_path), start_timeout_s=0.05)))
+
+
+def test_a_process_that_ends_while_it_starts_shows_its_last_lines(folder: Path, tmp_path: Path) -> None:
+    spec = replace(make_spec(folder, tmp_path), max_running="many")  # type: ignore[arg-type]
+    with pytest.raises(EngineDeadError, match="max_running"):
+        asyncio.run(EmbeddedEngine.launch(spec))

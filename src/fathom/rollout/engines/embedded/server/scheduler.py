@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar, final
 
+import numpy as np
 import torch
 
 from fathom.core.errors import EngineRefusedError
@@ -77,8 +78,24 @@ class Scheduler:
         """Serve for ever. An exception from the model ends the process: its state cannot be trusted."""
         with torch.inference_mode():
             while True:
-                self._answer_calls(wait=not self._decoder.jobs and not self._scores)
-                self._turn()
+                self.turn(wait=not self._decoder.jobs and not self._scores)
+
+    def turn(self, wait: bool = False) -> None:
+        """Answer calls (`wait`: until there is one), then one step of everything that runs."""
+        if wait:
+            self._calls.get()()
+        while not self._calls.empty():
+            self._calls.get()()
+        self._finish_drain()
+        while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
+            self._decoder.start(job, self._weights.live)
+        for slot in self._decoder.prefill(self._weights.live):
+            self._end(slot)
+        for slot in self._decoder.decode(self._weights.live):
+            self._end(slot)
+        if self._scores:
+            self._answer_score(*self._scores.pop(0))
+        self._flush()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the loop's thread at the next token boundary. The only method for other threads."""
@@ -200,24 +217,6 @@ class Scheduler:
 
     # The loop ------------------------------------------------------------------------------------------------------
 
-    def _answer_calls(self, wait: bool) -> None:
-        if wait:
-            self._calls.get()()
-        while not self._calls.empty():
-            self._calls.get()()
-
-    def _turn(self) -> None:
-        self._finish_drain()
-        while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
-            self._decoder.start(job, self._weights.live)
-        for slot in self._decoder.prefill(self._weights.live):
-            self._end(slot)
-        for slot in self._decoder.decode(self._weights.live):
-            self._end(slot)
-        if self._scores:
-            self._answer_score(*self._scores.pop(0))
-        self._flush()
-
     def _finish_drain(self) -> None:
         drain = self._drain
         if drain is not None and not any(job.pinned is None for job in self._decoder.jobs.values()):
@@ -237,7 +236,14 @@ class Scheduler:
         version = self._serving()
         if not answer.set_running_or_notify_cancel():
             return
-        answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
+        try:
+            answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
+        except (
+            ValueError,
+            IndexError,
+            RuntimeError,
+        ) as error:  # the request contradicts itself
+            answer.set_exception(error)
 
     def _flush(self) -> None:
         now_s = time.monotonic()
@@ -267,13 +273,15 @@ class Scheduler:
         self._serving()
         if request.request_id in self._seen:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
-        if prompt.ndim != 1 or len(prompt) < 1 or request.max_new_tokens < 1:
-            raise self._refusal("a generation needs at least one prompt token and max_new_tokens >= 1")
+        if prompt.dtype != np.int32 or prompt.ndim != 1 or len(prompt) < 1 or request.max_new_tokens < 1:
+            raise self._refusal("a generation needs int32 prompt ids, at least one, and max_new_tokens >= 1")
         if len(prompt) >= limit:
             raise self._refusal(f"a prompt of {len(prompt)} tokens leaves no room in its context of {limit}")
         ids = [int(prompt.min()), int(prompt.max()), *request.stop_ids]
         if min(ids) < 0 or max(ids) >= self._decoder.vocab_size:
             raise self._refusal(f"ids {min(ids)}..{max(ids)} are outside its vocabulary of {self._decoder.vocab_size}")
+        if not 0 <= request.seed < 2**64:
+            raise self._refusal(f"the seed {request.seed} does not fit 64 bits, unsigned")
         if request.want_routes:
             raise self._refusal("it has no expert routes; ask for them only where the capability `routes` is declared")
 

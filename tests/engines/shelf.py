@@ -1,0 +1,44 @@
+"""Versions of the tiny model for engines under test."""
+
+from pathlib import Path
+
+import torch
+
+from fathom.core.manifest import Manifest, WeightSource
+from fathom.model.language_model import LanguageModel
+from fathom.model.tiny import make_tiny
+from fathom.sync.digest import build_manifest
+from fathom.sync.transports.transport import Transport
+from fathom.text.characters import save_character_tokenizer
+
+
+def tiny_folder(folder: Path) -> Path:
+    torch.set_num_threads(1)
+    save_character_tokenizer(folder)
+    make_tiny("arithmetic", 0, folder)
+    return folder
+
+
+class Shelf:
+    """Version n is the folder's weights with noise of seed n."""
+
+    def __init__(self, folder: Path, transport: Transport, dtype: torch.dtype = torch.float32) -> None:
+        self.model = LanguageModel.load(folder, dtype, "cpu")
+        self._base = {name: tensor.detach().clone() for name, tensor in self.model.weights().items()}
+        self._transport = transport
+
+    def weights(self, number: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            for name, tensor in self._base.items()
+        }
+
+    async def publish(self, number: int) -> tuple[Manifest, WeightSource]:
+        return await self.publish_weights(number, self.weights(number))
+
+    async def publish_weights(self, number: int, weights: dict[str, torch.Tensor]) -> tuple[Manifest, WeightSource]:
+        manifest = build_manifest(number, 1, None, weights)
+        source = self._transport.publish(manifest, weights)
+        self._transport.release(manifest.version)
+        return manifest, source
