@@ -10,7 +10,9 @@ from buffer_world import Setting
 
 from fathom.buffer.buffer_state import BufferState
 from fathom.buffer.facts import Drained, Fact, Taken, Waiting
+from fathom.buffer.group import FinishedGroup
 from fathom.buffer.group_buffer import GroupBuffer
+from fathom.buffer.training import BatchInTraining
 from fathom.config.families import OnStale
 from fathom.core.errors import BooksError
 from fathom.core.ids import TaskId, TrajectoryId
@@ -232,6 +234,34 @@ def test_every_sampled_token_of_a_batch_has_one_place() -> None:
     state = buffer.books.snapshot()
     assert state.gradient_tokens == 2
     assert state.masked_tokens == {MaskReason.VETO: 1, MaskReason.NO_LOSS: 1}
+
+
+def test_a_trajectory_that_lost_one_of_its_rows_is_trained_on_the_other() -> None:
+    """S = 0: the second branch still read keys and values of version 0, as no engine should have let it."""
+    buffer = Setting(groups_per_step=1, group_size=1, slack=0).buffer()
+    finish(buffer, [trajectory(start(buffer), 0, ONE)])
+    train(buffer)
+    finish(buffer, [trajectory(start(buffer), 0, [[(1, 1, True)], [(1, 0, True), (1, 1, True)]])])
+    assert closings(train(buffer)) == [None]
+    state = buffer.books.snapshot()
+    assert (state.gradient_tokens, state.masked_tokens) == (2, {MaskReason.AGE: 2})
+
+
+def test_a_row_over_its_bound_at_the_step_is_never_accepted() -> None:
+    buffer = Setting(groups_per_step=1, group_size=1, slack=1).buffer()
+    member = trajectory(start(buffer), 0, ONE)
+    group = FinishedGroup.of(
+        group=member.header.group,
+        occurrence=member.header.occurrence,
+        version=0,
+        finished_s=0.0,
+        graded=[member],
+        mask_truncated=False,
+        deadline=buffer.clock.deadline,
+    )
+    BatchInTraining([group]).add(outcome(2, group.rows), version=1)
+    with pytest.raises(BooksError, match="over its age bound"):
+        BatchInTraining([group]).add(outcome(3, group.rows), version=2)
 
 
 def test_a_step_without_effect_trains_nothing() -> None:

@@ -6,7 +6,8 @@ on age and KV age, s = min(S, K). A group that is *waiting* has started and is n
 
 **Deadline.** A step that leaves version u trains tokens of age u - version. A group whose oldest token is w and whose
 oldest KV is k may be trained by steps from u <= D = min(w + S, k + K). While it runs, D >= p_start + s, because
-neither tokens nor KV of a group are older than the version that served when it started.
+neither tokens nor KV of a group are older than the version that served when it started. (A record that claims older
+ones loses those rows under every policy, and its group keeps the D it started with: a fault costs rows, not time.)
 
 **The invariant** (kept by `may_start` and, under `wait`, by `may_take`). With the waiting groups in order of D:
 

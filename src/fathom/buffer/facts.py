@@ -33,7 +33,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """No batch now: ask again after the next arrival, start or publication."""
+    """No batch now: ask again after the next arrival. Facts in it mean that groups left, so another may start."""
 
     reason: str
     """What is waited for."""

@@ -43,7 +43,8 @@ class GroupBuffer:
         start -> arrive (each member) -> [requeued | given up | buffered] -> take -> step (each) -> settle
 
     Bounded by admission, ordered by deadline (oldest first, `clock`), ties by arrival. One owner calls it, one call at
-    a time; a call that raises BooksError leaves nothing to go on with.
+    a time; a call that raises BooksError leaves nothing to go on with. Private methods that yield facts act as they
+    yield: their callers exhaust them.
     """
 
     def __init__(
