@@ -26,21 +26,21 @@ from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from fathom.model.tiny import make_tiny
-from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
+from fathom.rollout.engines.registry import LAUNCHERS
 from fathom.rollout.episode import EpisodeRunner
 from fathom.rollout.router.router import Router
-from fathom.run.checkpoint import Checkpoints, LoopState
-from fathom.run.delivery import Delivery
-from fathom.run.evaluation import Evaluator
-from fathom.run.fleet import Fleet
-from fathom.run.folder import RunFolder
+from fathom.run.history.checkpoint import Checkpoints, LoopState
+from fathom.run.history.folder import RunFolder
+from fathom.run.history.recorder import Observer, Recorder
+from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
 from fathom.run.pipeline import Parts, Pipeline
-from fathom.run.recorder import Observer, Recorder
 from fathom.run.resolve import Resolved
+from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.stop import Stop
-from fathom.run.trackers import SINKS, TrackerFeed
+from fathom.run.weights.delivery import Delivery
+from fathom.run.weights.fleet import Fleet
 from fathom.sync.transports import TRANSPORTS
 from fathom.text.characters import save_character_tokenizer
 from fathom.trainer.backends.torch_backend import TorchBackend
@@ -108,6 +108,7 @@ async def _run(
         pipeline = Pipeline(
             Parts(
                 config=config,
+                fresh=newest is None,
                 tasks=resolved.train,
                 buffer=buffer,
                 runner=runner,
@@ -201,7 +202,7 @@ def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
 
 def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder) -> Fleet:
     async def launch(name: EngineId) -> Engine:
-        return await EmbeddedEngine.launch(
+        return await LAUNCHERS[config.engine.kind](
             EmbeddedSpec(
                 engine=name,
                 model_folder=model_folder,

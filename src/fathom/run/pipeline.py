@@ -26,15 +26,15 @@ from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.core.records.trajectory import Trajectory
 from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
 from fathom.rollout.episode import EpisodePlan, EpisodeRunner
-from fathom.run.checkpoint import Checkpoints, LoopState
-from fathom.run.delivery import Delivery
-from fathom.run.dispatch import Dispatch
-from fathom.run.evaluation import Evaluator
-from fathom.run.fleet import Fleet
+from fathom.run.history.checkpoint import Checkpoints, LoopState
+from fathom.run.history.recorder import Recorder
 from fathom.run.learner import Learner
-from fathom.run.recorder import Recorder
 from fathom.run.resolve import PromptedTask
+from fathom.run.rollouts.dispatch import Dispatch
+from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.stop import Stop
+from fathom.run.weights.delivery import Delivery
+from fathom.run.weights.fleet import Fleet
 
 _SAMPLE_S = 1.0
 
@@ -45,6 +45,8 @@ class Parts:
 
     config: RunConfig
     """The run's options."""
+    fresh: bool
+    """True: from the start. False: from a checkpoint."""
     tasks: Sequence[PromptedTask]
     """Training tasks."""
     buffer: GroupBuffer
@@ -81,6 +83,8 @@ class Pipeline:
         self._trainer_waits_for = ""
         self._source_waits_for = ""
         self._serving: PolicyVersion | None = None
+        self._last_evaluated: PolicyVersion | None = None
+        self._saved = self._evaluated = self._clock.version
         self._settled = self._loop_state()
         parts.stop.on_ask(self._wake)
 
@@ -89,20 +93,24 @@ class Pipeline:
 
         The trainer's loop is the only finite one. Any loop that fails ends the run with its error.
         """
-        first = self._clock.version == 0
         await self._publish(())
-        if first:
+        if self._p.fresh:
             await self._evaluate()
             self._settled = self._loop_state()
             await self._checkpoint()
-        async with asyncio.TaskGroup() as loops:
-            endless = [loops.create_task(loop) for loop in (self._admit(loops), self._watch(), self._sample())]
-            reason = await self._train()
-            for task in (*endless, *self._trajectories):
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as loops:
+                endless = [loops.create_task(loop) for loop in (self._admit(loops), self._watch(), self._sample())]
+                reason = await self._train()
+                for task in (*endless, *self._trajectories):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others only ended because of it
         await self._checkpoint()
         self._record(self._buffer.stop())
         if reason != "stopped":
+            if self._clock.published < self._clock.version:
+                await self._publish(())
             await self._evaluate()
         return reason
 
@@ -141,10 +149,10 @@ class Pipeline:
                 await self._train_on(taken.batch, waited_s=time.monotonic() - began)
             except StepStoppedError:
                 return "stopped"
-            if self._clock.version % self._p.config.checkpoint.every_steps == 0:
+            if self._clock.version - self._saved >= self._p.config.checkpoint.every_steps:
                 await self._checkpoint()
-            evaluation = self._p.config.evaluation
-            if evaluation and evaluation.every_steps and self._clock.version % evaluation.every_steps == 0:
+            every = self._p.config.evaluation.every_steps if self._p.config.evaluation else None
+            if every is not None and self._clock.version - self._evaluated >= every:
                 await self._evaluate()
         return "steps"
 
@@ -175,6 +183,9 @@ class Pipeline:
                 case Waiting():
                     self._record(answer.facts)
                     self._trainer_waits_for = answer.reason
+                    if answer.facts:
+                        self._wake()  # what was dropped on the way has made room
+                        continue
             await self._changed.wait()
         return None
 
@@ -229,12 +240,17 @@ class Pipeline:
         self._wake()
 
     async def _evaluate(self) -> None:
-        if self._p.evaluator is not None and self._serving is not None and not self._p.stop.asked:
-            self._p.recorder.record(await self._p.evaluator.evaluate(self._serving))
-            self._p.recorder.commit()
+        """Evaluate what serves, unless that was done. No version is published meanwhile; rollouts go on."""
+        serving = self._serving
+        if self._p.evaluator is None or serving is None or self._p.stop.asked or serving == self._last_evaluated:
+            return
+        self._p.recorder.record(await self._p.evaluator.evaluate(serving))
+        self._p.recorder.commit()
+        self._last_evaluated = serving
+        self._evaluated = self._clock.version
 
     async def _checkpoint(self) -> None:
-        """Save where the loop stood after the last batch, with the weights if they are still those."""
+        """Save where the loop stood after the last batch, if the weights are still those."""
         state = self._settled
         if state.step != self._p.learner.version:
             return
@@ -242,6 +258,7 @@ class Pipeline:
         path = await self._p.learner.save(lambda save: self._p.checkpoints.save(state, save))
         self._p.recorder.record(CheckpointSaved(step=state.step, path=path.name, seconds=time.monotonic() - began))
         self._p.recorder.commit()
+        self._saved = state.step
 
     def _loop_state(self) -> LoopState:
         return LoopState(ledger_seq=self._p.recorder.last_seq, buffer=self._buffer.snapshot())

@@ -17,7 +17,7 @@ from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError, DataError, MissingDependencyError
 from fathom.core.ports.environment import DemonstratedEnvironment, Environment, Task
 from fathom.envs.registry import build_environment
-from fathom.run.folder import free_bytes
+from fathom.run.history.folder import free_bytes
 from fathom.text.characters import save_character_tokenizer
 from fathom.text.chat_renderer import ChatRenderer
 from fathom.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from fathom.config.load import load_config
 from fathom.config.run import RunConfig
 from fathom.core.ports.environment import Environment
 from fathom.envs.grading.grader import Grader
-from fathom.run.folder import RunFolder
-from fathom.run.recorder import Observer
+from fathom.run.history.folder import RunFolder
+from fathom.run.history.recorder import Observer
 from fathom.run.resolve import Resolved, resolve
 from fathom.run.stop import Stop
 

@@ -40,8 +40,9 @@ class Recorder:
         self._show(ended)
 
     def step(self, step: StepTaken, rows: tuple[RowOutcome, ...]) -> None:
-        """Append an optimizer step with its rows."""
+        """Append an optimizer step with its rows; it is durable before anybody sees it."""
         self._writer.append_step(step, rows)
+        self.commit()
         self._show(step)
 
     def fault(self, component: str, error: Exception) -> None:

@@ -10,7 +10,7 @@ from fathom.config.rollout import SyncConfig
 from fathom.core.errors import EngineError, NoProgressError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Engine, ScoreRequest, ScoreResult
-from fathom.run.recorder import Recorder
+from fathom.run.history.recorder import Recorder
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports.transport import Transport
 
@@ -101,5 +101,8 @@ class Fleet:
 
     async def close(self) -> None:
         """End all engines and remove what was published. Idempotent."""
+        if self._publisher is None:
+            self._transport.close()
+        else:
+            await self._publisher.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
-        self._transport.close()

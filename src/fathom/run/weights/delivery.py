@@ -14,9 +14,9 @@ from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.row import Row
 from fathom.core.records.step import Mismatch
 from fathom.ledger.events import PublicationCancelled, Published
-from fathom.run.fleet import Fleet
+from fathom.run.history.recorder import Recorder
 from fathom.run.learner import Learner
-from fathom.run.recorder import Recorder
+from fathom.run.weights.fleet import Fleet
 from fathom.sync.publication import Publication
 from fathom.trainer.objective.mismatch import measure_mismatch
 

@@ -11,7 +11,7 @@ from fathom.core.records.sampling import Purpose
 from fathom.ledger.events import GroupStarted
 from fathom.rollout.episode import EpisodePlan
 from fathom.run.resolve import PromptedTask
-from fathom.run.seeds import request_seed
+from fathom.run.rollouts.seeds import request_seed
 
 
 @final

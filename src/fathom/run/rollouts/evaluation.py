@@ -17,7 +17,7 @@ from fathom.core.records.sampling import Purpose, SamplingParams
 from fathom.core.records.trajectory import Graded, Trajectory
 from fathom.ledger.events import Evaluated
 from fathom.rollout.episode import EpisodePlan, EpisodeRunner
-from fathom.run.seeds import request_seed
+from fathom.run.rollouts.seeds import request_seed
 
 PASSING_REWARD = 1.0
 """A sample passes when its reward is at least this."""

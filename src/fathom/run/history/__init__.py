@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, ledger, checkpoints, trackers."""

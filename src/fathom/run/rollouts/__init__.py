@@ -1,0 +1,1 @@
+"""What is asked of the policy: members of groups, and evaluations."""

@@ -1,0 +1,1 @@
+"""The engines of a run, and the versions that reach them."""
