@@ -12,7 +12,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shelf import Shelf, tiny_folder
 
@@ -82,10 +82,11 @@ class Loop:
     def version(self, number: int) -> PolicyVersion:
         return PolicyVersion(incarnation=1, number=number, digest=f"d{number}")
 
-    def commit(self, mode: InFlightMode) -> None:
-        if self.live == VERSIONS:
+    def commit(self, mode: InFlightMode, number: int | None = None) -> None:
+        number = number or self.live + 1
+        if number > VERSIONS:
             return
-        version = self.version(self.live + 1)
+        version = self.version(number)
         weights = self.scheduler.take_staging()
         for name, tensor in self.shelf.weights(version.number).items():
             weights.tensors[name].copy_(tensor)
@@ -94,7 +95,7 @@ class Loop:
         answer = self.scheduler.commit(version, mode)
         while not answer.done():
             self.scheduler.turn()
-        self.live += 1
+        self.live = version.number
 
     def submit(self, prompt: int, new: int, sampling: int, stop: bool, pinned: bool, priority: int) -> None:
         number = next(self.names)
@@ -145,8 +146,18 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ACTIONS, min_size=3, max_size=14))
+def submit(prompt: int, new: int) -> tuple:
+    return ("submit", prompt, new, 0, False, False, 0)
+
+
+TURN = ("turns", 1)
+
+
+@example(  # every slot holds a prompt; two more of one prompt take the slot of another, which is then asked for
+    actions=[submit(1, 1), TURN, submit(2, 1), TURN, submit(3, 1), TURN, submit(3, 9), submit(3, 9), TURN, submit(1, 9)]
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=st.lists(ACTIONS, min_size=3, max_size=14))
 def test_every_token_is_what_a_plain_forward_makes_it(shelf: Shelf, actions: list[tuple]) -> None:
     with torch.inference_mode():
         loop = Loop(shelf)
@@ -164,8 +175,6 @@ def check(shelf: Shelf, done: Generated) -> None:
     policy, kv = done.policy_version, done.kv_version
     if done.request.pinned is not None:
         assert set(policy.tolist()) | set(kv.tolist()) <= {done.request.pinned.number}
-    assert np.all(np.diff(policy) >= 0)
-    assert np.all(np.diff(kv) >= 0)
     if done.end.finish_reason is FinishReason.CONTEXT:
         assert len(done.context) == CONTEXT
     expected = decoded_alone(shelf, done)
@@ -228,6 +237,18 @@ def test_a_pinned_version_stays_until_another_is_pinned(shelf: Shelf) -> None:
         assert served(loop, second)
         with pytest.raises(EngineRefusedError, match="does not hold"):
             served(loop, first)
+
+
+def test_kv_is_never_newer_than_its_token_even_when_numbers_go_back(shelf: Shelf) -> None:
+    with torch.inference_mode():
+        loop = Loop(shelf)
+        loop.commit(InFlightMode.CONTINUE, number=3)
+        loop.submit(1, 10, 0, False, False, 0)
+        loop.scheduler.turn()
+        loop.commit(InFlightMode.CONTINUE, number=2)
+        (done,) = loop.finish()
+    assert set(done.policy_version.tolist()) == {3, 2}
+    assert np.array_equal(done.kv_version, done.policy_version)
 
 
 def served(loop: Loop, pinned: PolicyVersion) -> bool:

@@ -1,7 +1,7 @@
 """The weights an engine holds: what serves, what is staged, and what pinned requests still need.
 
-Memory is taken once per set and used again: touching fresh pages costs several times the copy itself. Two sets are
-enough while versions come and go; a pinned version holds a third one.
+Memory is taken once per set and used again: touching fresh pages costs several times the copy itself. Two sets, there
+from the start, are enough while versions come and go; a pinned version holds a third one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class WeightSets:
         self.live = WeightSet(tensors={name: tensor.detach() for name, tensor in tensors.items()}, version=None)
         self.staged: WeightSet | None = None
         self._pinned_last: WeightSet | None = None
-        self._retired: list[WeightSet] = []
-        self._retired.append(self._fresh())
+        spare = {name: tensor.clone() for name, tensor in self.live.tensors.items()}
+        self._retired = [WeightSet(tensors=spare, version=None)]
 
     def pin(self, version: PolicyVersion) -> WeightSet | None:
         """The set that holds a committed `version`, with one more user. None: it is not held.
@@ -94,5 +94,6 @@ class WeightSets:
         self.live, self.staged = self.staged, None
 
     def _fresh(self) -> WeightSet:
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in self.live.tensors.items()}
+        """Memory that is not touched here: its first pages cost the thread that receives, not the decode loop."""
+        tensors = {name: torch.empty_like(tensor) for name, tensor in self.live.tensors.items()}
         return WeightSet(tensors=tensors, version=None)
