@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from fathom.core.errors import EngineRefusedError
-from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateRequest
+from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateRequest, ScoreRequest
 from fathom.core.records.sampling import FinishReason
 from fathom.rollout.engines.conformance.subject import Case, Subject
 
@@ -73,6 +73,24 @@ async def impossible_requests_are_refused(subject: Subject) -> None:
     await _refused(subject, subject.request(new=0))
     unknown = type(version)(incarnation=version.incarnation, number=version.number + 1000, digest="0" * 64)
     await _refused(subject, subject.request(pinned=unknown))
+
+
+async def impossible_scores_are_refused(subject: Subject) -> None:
+    """The first token has no left context; there are no tokens beyond the last."""
+    await subject.serve()
+    for positions in ([0, 1], [1, 3], []):
+        request = ScoreRequest(
+            request_id=subject.name(),
+            token_ids=np.array([1, 2, 3], np.int32),
+            positions=np.array(positions, np.int64),
+            temperature=np.ones(len(positions), np.float32),
+            kept=None,
+        )
+        try:
+            await subject.engine.score(request)
+        except EngineRefusedError:
+            continue
+        raise AssertionError(f"positions {positions} of 3 tokens should have been refused")
 
 
 async def a_request_is_never_started_twice(subject: Subject) -> None:
@@ -156,6 +174,7 @@ ENDING_CASES: tuple[Case, ...] = (
     context_ends,
     single_token_prompts_work,
     impossible_requests_are_refused,
+    impossible_scores_are_refused,
     a_request_is_never_started_twice,
     abort_returns_what_there_is,
     abort_before_the_first_token,

@@ -42,6 +42,7 @@ from fathom.rollout.engines.embedded.messages import (
 from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
+_KEEP_IDLE_S = 5.0
 _MARGIN_S = 5.0
 """What a call may take beyond a deadline that the engine itself keeps."""
 
@@ -56,7 +57,7 @@ class EmbeddedEngine:
         self._http = httpx.AsyncClient(
             base_url=process.url,
             headers={"authorization": f"Bearer {process.spec.token}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S),
             timeout=None,  # every call has a deadline of its own, set where it is made
             trust_env=False,
         )

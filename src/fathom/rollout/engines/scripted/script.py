@@ -36,6 +36,11 @@ class Token:
 class Script(Protocol):
     """Decides every token."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        ...
+
     def next_token(self, request: GenerateRequest, context: np.ndarray, version: PolicyVersion) -> Token | FinishReason:
         """The token that follows int32 [T] `context` (prompt and sampled); or why there is none."""
         ...
@@ -65,6 +70,7 @@ class Replies:
 
     def __init__(self, choose: Callable[[GenerateRequest], Reply]) -> None:
         """`choose` says what a request gets."""
+        self.vocab_size = 2**31
         self._choose = choose
 
     @classmethod
@@ -93,7 +99,7 @@ class ToyPolicy:
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         """`seed` fixes all of it."""
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._seed = seed
 
     def next_token(self, request: GenerateRequest, context: np.ndarray, version: PolicyVersion) -> Token:
@@ -117,8 +123,8 @@ class ToyPolicy:
         return np.minimum(np.array(scored, np.float32), 0)
 
     def _logits(self, last: int, version: PolicyVersion) -> np.ndarray:
-        row = np.full(self._vocab_size, self._seed + (last << 20) + (version.number << 40), np.uint64)
-        return 6.0 * uniforms(row, np.arange(self._vocab_size))
+        row = np.full(self.vocab_size, self._seed + (last << 20) + (version.number << 40), np.uint64)
+        return 6.0 * uniforms(row, np.arange(self.vocab_size))
 
 
 def distribution(logits: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:

@@ -27,6 +27,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import FinishReason, InFlightMode
 from fathom.rollout.engines.admission_queue import AdmissionQueue
+from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 from fathom.rollout.engines.scripted.fault import Call, Fault, Trouble
 from fathom.rollout.engines.scripted.generation import Generation, tampered
 from fathom.rollout.engines.scripted.script import Script
@@ -149,6 +150,7 @@ class ScriptedEngine:
         """See `Engine.score`."""
         fault = await self._call(Call.SCORE)
         version = self._serving()
+        self._refuse(why_not_score(request, self._capabilities, self._script.vocab_size))
         logprobs = self._script.score(request, version)
         if fault is not None and fault.trouble is Trouble.ONE_LOGPROB_FEWER:
             logprobs = logprobs[:-1]
@@ -225,22 +227,16 @@ class ScriptedEngine:
     def _accept(self, request: GenerateRequest) -> Generation:
         self.calls.append(Call.GENERATE)
         self._require_alive()
-        limit, size = self._capabilities.max_context_tokens, len(request.prompt_ids)
         live = self._serving()
+        self._refuse(why_not_generate(request, self._capabilities, self._script.vocab_size))
         if request.request_id in self._seen:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
-        if size < 1 or request.max_new_tokens < 1:
-            raise self._refusal("a generation needs at least one prompt token and max_new_tokens >= 1")
-        if size >= limit:
-            raise self._refusal(f"a prompt of {size} tokens leaves no room in its context of {limit}")
-        if request.want_routes:
-            raise self._refusal("it has no expert routes")
         in_use = [each.request.pinned for each in self._generations.values()]
         if request.pinned is not None and request.pinned not in (live, self._pinned_last, *in_use):
             raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
         self._pinned_last = request.pinned or self._pinned_last
         self._seen.add(request.request_id)
-        generation = Generation(request, limit)
+        generation = Generation(request, self._capabilities.max_context_tokens)
         self._generations[request.request_id] = generation
         self._waiting.push(generation)
         return generation
@@ -332,6 +328,10 @@ class ScriptedEngine:
         if self._staged is None:
             raise self._refusal("nothing is staged; stage a version first")
         return self._staged
+
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None:
+            raise self._refusal(reason)
 
     def _serving(self) -> PolicyVersion:
         if self._version is None:

@@ -31,6 +31,8 @@ from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.rollout.engines.embedded.server.weights import WeightSets
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KEEP_ALIVE_S = 60
+"""Much longer than the client keeps idle connections, so that none is closed here while a request is on its way."""
 _SWITCH_S = 0.0005
 """How long the HTTP thread may be kept waiting for the interpreter by the decode loop, and the other way round."""
 
@@ -61,7 +63,14 @@ class EngineServer:
 
     def _answer_http(self, listener: socket.socket) -> None:
         """Outside the main thread uvicorn leaves signals alone: SIGTERM simply ends the process, as it should."""
-        settings = uvicorn.Config(self._app, lifespan="off", log_level="warning", access_log=False, ws="none")
+        settings = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
         try:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(uvicorn.Server(settings).serve(sockets=[listener]))

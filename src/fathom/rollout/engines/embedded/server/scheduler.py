@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar, final
 
-import numpy as np
 import torch
 
 from fathom.core.errors import EngineRefusedError
@@ -33,6 +32,7 @@ from fathom.rollout.engines.embedded.messages import Streamed
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weights import WeightSet, WeightSets
+from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[Stream, Streamed]]], None]
@@ -116,7 +116,10 @@ class Scheduler:
 
     def submit(self, request: GenerateRequest, stream: Stream) -> None:
         """Queue a generation; everything further arrives in `stream`. Raises `EngineRefusedError`."""
-        self._refuse_unservable(request)
+        self._serving()
+        self._refuse(why_not_generate(request, self._capabilities, self._decoder.vocab_size))
+        if request.request_id in self._seen:
+            raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
         pinned = None if request.pinned is None else self._weights.pin(request.pinned)
         if request.pinned is not None and pinned is None:
             raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
@@ -139,9 +142,7 @@ class Scheduler:
     def score(self, request: ScoreRequest) -> Future[ScoreResult]:
         """Queue a scoring; it is computed between two decode steps. Raises `EngineRefusedError`."""
         self._serving()
-        if len(request.token_ids) > self._capabilities.max_context_tokens:
-            limit = self._capabilities.max_context_tokens
-            raise self._refusal(f"{len(request.token_ids)} tokens to score are more than its context of {limit}")
+        self._refuse(why_not_score(request, self._capabilities, self._decoder.vocab_size))
         answer: Future[ScoreResult] = Future()
         self._scores.append((request, answer))
         return answer
@@ -236,14 +237,7 @@ class Scheduler:
         version = self._serving()
         if not answer.set_running_or_notify_cancel():
             return
-        try:
-            answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
-        except (
-            ValueError,
-            IndexError,
-            RuntimeError,
-        ) as error:  # the request contradicts itself
-            answer.set_exception(error)
+        answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
 
     def _flush(self) -> None:
         now_s = time.monotonic()
@@ -268,22 +262,9 @@ class Scheduler:
 
     # Refusals ------------------------------------------------------------------------------------------------------
 
-    def _refuse_unservable(self, request: GenerateRequest) -> None:
-        limit, prompt = self._capabilities.max_context_tokens, request.prompt_ids
-        self._serving()
-        if request.request_id in self._seen:
-            raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
-        if prompt.dtype != np.int32 or prompt.ndim != 1 or len(prompt) < 1 or request.max_new_tokens < 1:
-            raise self._refusal("a generation needs int32 prompt ids, at least one, and max_new_tokens >= 1")
-        if len(prompt) >= limit:
-            raise self._refusal(f"a prompt of {len(prompt)} tokens leaves no room in its context of {limit}")
-        ids = [int(prompt.min()), int(prompt.max()), *request.stop_ids]
-        if min(ids) < 0 or max(ids) >= self._decoder.vocab_size:
-            raise self._refusal(f"ids {min(ids)}..{max(ids)} are outside its vocabulary of {self._decoder.vocab_size}")
-        if not 0 <= request.seed < 2**64:
-            raise self._refusal(f"the seed {request.seed} does not fit 64 bits, unsigned")
-        if request.want_routes:
-            raise self._refusal("it has no expert routes; ask for them only where the capability `routes` is declared")
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None:
+            raise self._refusal(reason)
 
     def _serving(self) -> PolicyVersion:
         if self._weights.live.version is None:

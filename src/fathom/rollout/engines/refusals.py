@@ -1,0 +1,52 @@
+"""Why a request cannot be served, whichever engine is asked. Checked before anything is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fathom.core.ports.engine import Capabilities, GenerateRequest, ScoreRequest
+
+
+def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab_size: int) -> str | None:
+    """What is wrong with a generation request. None: nothing."""
+    prompt, limit = request.prompt_ids, capabilities.max_context_tokens
+    if prompt.dtype != np.int32 or prompt.ndim != 1 or len(prompt) < 1 or request.max_new_tokens < 1:
+        return "a generation needs int32 prompt ids, at least one, and max_new_tokens >= 1"
+    if len(prompt) >= limit:
+        return f"a prompt of {len(prompt)} tokens leaves no room in its context of {limit}; shorten it"
+    if wrong := _outside([prompt.min(), prompt.max(), *request.stop_ids], vocab_size):
+        return wrong
+    if not 0 <= request.seed < 2**64:
+        return f"the seed {request.seed} does not fit 64 bits, unsigned"
+    for asked, able, name in (
+        (request.want_routes, capabilities.routes, "routes"),
+        (request.want_raw_logprobs, capabilities.raw_logprobs, "raw_logprobs"),
+        (request.pinned is not None, capabilities.pinned_versions, "pinned_versions"),
+        (request.barrier is not None, capabilities.barriers, "barriers"),
+    ):
+        if asked and not able:
+            return f"it does not have the capability `{name}`; choose an engine that declares it"
+    return None
+
+
+def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size: int) -> str | None:
+    """What is wrong with a scoring request. None: nothing."""
+    total, count, limit = len(request.token_ids), len(request.positions), capabilities.max_context_tokens
+    if total > limit:
+        return f"{total} tokens to score are more than its context of {limit}"
+    if request.token_ids.dtype != np.int32 or request.positions.dtype != np.int64:
+        return "scoring needs int32 token ids and int64 positions"
+    if not count or request.positions.min() < 1 or request.positions.max() >= total:
+        return f"positions to score must be within [1, {total}), at least one: the first token has no left context"
+    if len(request.temperature) != count or not np.all(request.temperature > 0):
+        return "scoring needs one temperature > 0 for each position"
+    if request.kept is not None and len(request.kept.offsets) != count + 1:
+        return "kept sets must be of the scored positions, one each"
+    kept_ids = request.kept.ids.tolist() if request.kept is not None else []
+    return _outside([request.token_ids.min(), request.token_ids.max(), *kept_ids], vocab_size)
+
+
+def _outside(ids: list[int], vocab_size: int) -> str | None:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return f"ids {min(ids)}..{max(ids)} are outside its vocabulary of {vocab_size}"
+    return None
