@@ -30,7 +30,7 @@ from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
-from fathom.rollout.engines.embedded.server.weights import WeightSets
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 from fathom.sync.transports.disk import DiskTransport
 
 SLOTS, CONTEXT, VERSIONS = 3, 40, 4

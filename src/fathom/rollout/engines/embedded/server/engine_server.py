@@ -23,12 +23,12 @@ from fathom.core.records.sampling import InFlightMode
 from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
-from fathom.rollout.engines.embedded.server.app import EngineApi
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.engine_api import EngineApi
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
-from fathom.rollout.engines.embedded.server.weights import WeightSets
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KEEP_ALIVE_S = 60

@@ -10,7 +10,7 @@ import numpy as np
 
 from fathom.core.ports.engine import GenerateRequest
 from fathom.rollout.engines.embedded.messages import Streamed
-from fathom.rollout.engines.embedded.server.weights import WeightSet
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 Stream = asyncio.Queue[Streamed | None]
 """Where the chunks of a generation go; belongs to the event loop's thread. None: its reader has gone."""

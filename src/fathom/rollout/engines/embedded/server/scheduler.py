@@ -31,7 +31,7 @@ from fathom.rollout.engines.admission_queue import AdmissionQueue
 from fathom.rollout.engines.embedded.messages import Streamed
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
-from fathom.rollout.engines.embedded.server.weights import WeightSet, WeightSets
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from fathom.model.attention import AttentionPlan, PackedAttention
 from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
-from fathom.rollout.engines.embedded.server.weights import WeightSet
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 KERNELS = "sdpa"
 """The kernel mode, for the records."""

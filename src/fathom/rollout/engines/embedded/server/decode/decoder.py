@@ -16,13 +16,13 @@ from fathom.core.ids import EngineId
 from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import FinishReason
 from fathom.rollout.engines.embedded.messages import Failure, FailureKind, Streamed
-from fathom.rollout.engines.embedded.server.decode.chunks import ChunkWriter
+from fathom.rollout.engines.embedded.server.decode.chunk_writer import ChunkWriter
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
-from fathom.rollout.engines.embedded.server.decode.prefixes import Prefixes, prefix_key
+from fathom.rollout.engines.embedded.server.decode.prefixes import Prefixes, PrefixKey, prefix_key
 from fathom.rollout.engines.embedded.server.decode.sampler import Draw, draw
-from fathom.rollout.engines.embedded.server.decode.slots import SlotTable
+from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.job import Job
-from fathom.rollout.engines.embedded.server.weights import WeightSet
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 from fathom.rollout.engines.uniforms import uniforms
 
 _PREFILL_TOKENS = 4096
@@ -157,10 +157,10 @@ class Decoder:
             yield weights, np.array([slot for slot, its in pinned.items() if its is weights])
 
     def _pack(self, rows: np.ndarray, weights: WeightSet) -> tuple[list[int], list[int]]:
-        """Choose what this prefill computes, and what may then be copied from it or from earlier ones."""
+        """Slots to compute in this prefill, and slots whose prompt can be copied after it. Others wait for room."""
         batch: list[int] = []
         later: list[int] = []
-        keys: set[object] = set()
+        keys: set[PrefixKey | None] = set()
         room = _PREFILL_TOKENS
         for slot in rows.tolist():
             size = int(self._table.length[slot])
@@ -178,8 +178,8 @@ class Decoder:
         for slot in slots:
             job, size = self._jobs[slot], int(self._table.prompt[slot]) - 1
             holder = self._prefixes.find(prefix_key(weights.number, job.request))
-            if holder is None:  # it broke while it was computed
-                continue
+            if holder is None:
+                raise AssertionError("a prompt to be copied was computed before")
             if holder != slot:
                 self._compute.copy_prefix(holder, [slot], size)
             self._table.computed[slot] = size

@@ -13,9 +13,9 @@ from fathom.core.ports.engine import GenerateChunk, GenerateEnd
 from fathom.core.records.sampling import FinishReason
 from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.embedded.server.decode.compute import KERNELS
-from fathom.rollout.engines.embedded.server.decode.slots import SlotTable
+from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.job import Job
-from fathom.rollout.engines.embedded.server.weights import WeightSet
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 
 @final
