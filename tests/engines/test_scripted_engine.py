@@ -151,3 +151,26 @@ def test_the_oldest_is_served_first() -> None:
         assert order == [9, 1, 5, 7], "the first to arrive found the slot free"
 
     asyncio.run(run())
+
+
+def test_death_reaches_every_call_under_way() -> None:
+    async def run() -> None:
+        clock = ScriptedClock()
+        engine = ScriptedEngine(ToyPolicy(VOCAB), pace=Pace(token_s=1), sleep=clock.sleep)
+        preparing = asyncio.create_task(serving(engine))
+        await clock.advance(0)
+        subject = await preparing
+        next_one = asyncio.create_task(subject.prepare())
+        await clock.advance(0)
+        staged = await next_one
+        running = asyncio.create_task(subject.run(subject.request()))
+        await clock.advance(2)
+        draining = asyncio.create_task(engine.commit(staged.version, InFlightMode.DRAIN))
+        await clock.advance(1)
+        engine.die()
+        await clock.advance(1)
+        for call in (running, draining, engine.health()):
+            with pytest.raises(EngineDeadError):
+                await call
+
+    asyncio.run(run())

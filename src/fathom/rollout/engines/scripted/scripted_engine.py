@@ -109,6 +109,8 @@ class ScriptedEngine:
         self._dead = True
         for generation in self._generations.values():
             generation.turn.set()
+        if self._draining is not None and not self._draining.done():
+            self._draining.set_exception(self._death())
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See `Engine.generate`."""
@@ -315,6 +317,7 @@ class ScriptedEngine:
             raise EngineError(self._id, "the script says that this fails")
         if trouble is Trouble.HANGS:
             await self._sleep(self._pace.deadline_s)
+            self._require_alive()
             raise EngineTimeoutError(self._id, f"no answer within {self._pace.deadline_s:g} s")
         if trouble is Trouble.DIES:
             self.die()
@@ -322,7 +325,10 @@ class ScriptedEngine:
 
     def _require_alive(self) -> None:
         if self._dead:
-            raise EngineDeadError(self._id, "has ended", "(a scripted engine keeps no log)")
+            raise self._death()
+
+    def _death(self) -> EngineDeadError:
+        return EngineDeadError(self._id, "has ended", "(a scripted engine keeps no log)")
 
     def _require_staged(self) -> Manifest:
         if self._staged is None:
