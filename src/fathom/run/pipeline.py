@@ -21,7 +21,6 @@ from fathom.buffer.group_buffer import Drained, Fact, GroupBuffer, Taken, Waitin
 from fathom.config.run import RunConfig
 from fathom.core.errors import StepStoppedError
 from fathom.core.ids import PolicyVersion
-from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.core.records.trajectory import Trajectory
 from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
@@ -93,7 +92,7 @@ class Pipeline:
 
         The trainer's loop is the only finite one. Any loop that fails ends the run with its error.
         """
-        await self._publish(())
+        await self._deliver_now()
         if self._p.fresh:
             await self._evaluate()
             self._settled = self._loop_state()
@@ -109,8 +108,7 @@ class Pipeline:
         await self._checkpoint()
         self._record(self._buffer.stop())
         if reason != "stopped":
-            if self._clock.published < self._clock.version:
-                await self._publish(())
+            await self._deliver_now()
             await self._evaluate()
         return reason
 
@@ -163,7 +161,7 @@ class Pipeline:
             digest = await self._p.learner.digest()
             self._p.recorder.step(_step_taken(outcome, batch, digest, waited_s), outcome.rows)
             if self._clock.publication_due:
-                await self._publish([row for group in batch.groups for row in group.rows])
+                await self._p.delivery.start([row for group in batch.groups for row in group.rows], self._delivered)
         self._record(self._buffer.settle())
         self._settled = self._loop_state()
         self._p.recorder.commit()
@@ -185,6 +183,9 @@ class Pipeline:
                     self._trainer_waits_for = answer.reason
                     if answer.facts:
                         self._wake()  # what was dropped on the way has made room
+                        continue
+                    if self._clock.publication_due and self._p.delivery.idle:
+                        await self._p.delivery.start((), self._delivered)  # the one before failed
                         continue
             await self._changed.wait()
         return None
@@ -233,14 +234,22 @@ class Pipeline:
         self._record(arrival.facts)
         self._wake()
 
-    async def _publish(self, rows: Sequence[Row]) -> None:
-        """Deliver the trainer's version; room for new groups opens with it."""
-        self._serving = await self._p.delivery.deliver(rows)
-        self._clock.publish(self._serving.number)
+    def _delivered(self, version: PolicyVersion) -> None:
+        """Engines serve `version`: room for new groups opens with it."""
+        self._serving = version
+        self._clock.publish(version.number)
         self._wake()
+
+    async def _deliver_now(self) -> None:
+        """Wait until the trainer's version serves."""
+        await self._p.delivery.finish()
+        while self._serving is None or self._serving.number < self._clock.version:
+            await self._p.delivery.start((), self._delivered)
+            await self._p.delivery.finish()
 
     async def _evaluate(self) -> None:
         """Evaluate what serves, unless that was done. No version is published meanwhile; rollouts go on."""
+        await self._p.delivery.finish()
         serving = self._serving
         if self._p.evaluator is None or serving is None or self._p.stop.asked or serving == self._last_evaluated:
             return

@@ -91,9 +91,17 @@ class Publisher:
         self._fenced[engine] = reason
 
     async def publish(
-        self, tensors: Mapping[str, Tensor], number: int, incarnation: int, mode: InFlightMode
+        self,
+        tensors: Mapping[str, Tensor],
+        number: int,
+        incarnation: int,
+        mode: InFlightMode,
+        written: asyncio.Event | None = None,
     ) -> Publication:
-        """Deliver `tensors` (the served cast; they must not change meanwhile) as version `number` of `incarnation`.
+        """Deliver `tensors` (the served cast) as version `number` of `incarnation`.
+
+        The tensors must not change until `written` is set, if given, or else until this returns: engines read what the
+        transport wrote.
 
         Raises:
             PayloadError: the version is wrong in itself, or its number was used. The parent goes on serving.
@@ -109,6 +117,8 @@ class Publisher:
             try:
                 source = await self._write(manifest, tensors)
                 write_s = time.perf_counter() - started
+                if written is not None:
+                    written.set()
                 return await self._deliver(_Offer(manifest=manifest, source=source, mode=mode), write_s)
             finally:
                 for version in (before, manifest.version):

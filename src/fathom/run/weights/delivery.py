@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -20,29 +21,78 @@ from fathom.run.weights.fleet import Fleet
 from fathom.sync.publication import Publication
 from fathom.trainer.objective.mismatch import measure_mismatch
 
-_ATTEMPTS = 3
+_MAX_FAILURES = 3
+"""So many publications in a row may fail before the run ends."""
 
 
 @final
 class Delivery:
-    """Publishes versions. One that cannot be delivered after a few attempts ends the run."""
+    """Publishes versions, one at a time, while the trainer goes on.
 
-    def __init__(self, config: RunConfig, incarnation: int, learner: Learner, fleet: Fleet, recorder: Recorder) -> None:
+    The trainer waits only until its weights are written; engines stage, verify and commit them while it computes the
+    next step. A publication that fails is recorded, engines are recovered, and the caller may publish a later version.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        incarnation: int,
+        learner: Learner,
+        fleet: Fleet,
+        recorder: Recorder,
+    ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._learner = learner
         self._fleet = fleet
         self._recorder = recorder
+        self._running: asyncio.Task[None] | None = None
+        self._failures = 0
 
-    async def deliver(self, rows: Sequence[Row]) -> PolicyVersion:
-        """Make the trainer's current version serve; returns it. `rows` are a sample for the same-version gap.
+    @property
+    def idle(self) -> bool:
+        """True when no version is on its way."""
+        return self._running is None or self._running.done()
+
+    async def start(self, rows: Sequence[Row], delivered: Callable[[PolicyVersion], None]) -> None:
+        """Begin to publish the trainer's version, after the one before has ended. Returns when it may step again.
+
+        Args:
+            rows: recorded rows; a sample of them is scored by both stacks at this version.
+            delivered: called once engines serve it.
 
         Raises:
-            DeliveryError: engines could not be brought to take it.
-            PayloadError: the version is wrong in itself, repeatedly.
+            DeliveryError | PayloadError: too many publications in a row have failed.
         """
-        publication = await self._publish()
-        gap = await self._gap(publication.version, rows)
+        await self.finish()
+        number = self._learner.version
+        sample = list(rows[: self._config.sync.gap_rows])
+        trained = await self._learner.logprobs(sample) if sample else []
+        written = asyncio.Event()
+        self._running = asyncio.create_task(self._deliver(number, sample, trained, written, delivered))
+        waiting = asyncio.create_task(written.wait())
+        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    async def finish(self) -> None:
+        """Wait for the version on its way, if any. Raises as `start`."""
+        if self._running is not None:
+            await self._running
+            self._running = None
+
+    async def _deliver(
+        self,
+        number: int,
+        sample: Sequence[Row],
+        trained: Sequence[np.ndarray],
+        written: asyncio.Event,
+        delivered: Callable[[PolicyVersion], None],
+    ) -> None:
+        publication = await self._publish(number, written)
+        if publication is None:
+            return
+        delivered(publication.version)
+        gap = await self._gap(publication.version, sample, trained)
         self._recorder.record(
             Published(
                 version=publication.version,
@@ -59,41 +109,38 @@ class Delivery:
                 gap=gap,
             )
         )
-        return publication.version
 
-    async def _publish(self) -> Publication:
-        number = self._learner.version
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return await self._fleet.publisher.publish(
-                    self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight
-                )
-            except DeliveryError as error:
-                self._recorder.fault("publication", error)
-                if attempt == _ATTEMPTS:
-                    raise
-                await self._fleet.recover()
-            except PayloadError as error:
-                version = PolicyVersion(incarnation=self._incarnation, number=number, digest="")
-                self._recorder.record(PublicationCancelled(version=version, reason=str(error)))
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+    async def _publish(self, number: int, written: asyncio.Event) -> Publication | None:
+        """One attempt. None: it failed, and what could be recovered is."""
+        try:
+            publication = await self._fleet.publisher.publish(
+                self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight, written
+            )
+        except (DeliveryError, PayloadError) as error:
+            version = PolicyVersion(incarnation=self._incarnation, number=number, digest="")
+            self._recorder.record(PublicationCancelled(version=version, reason=str(error)))
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                raise
+            await self._fleet.recover()
+            return None
+        self._failures = 0
+        return publication
 
-    async def _gap(self, version: PolicyVersion, rows: Sequence[Row]) -> Mismatch | None:
+    async def _gap(
+        self, version: PolicyVersion, sample: Sequence[Row], trained: Sequence[np.ndarray]
+    ) -> Mismatch | None:
         """Engine against trainer on the same tokens at the same version: mismatch without any staleness."""
-        sample = list(rows[: self._config.sync.gap_rows])
         if not sample:
             return None
         try:
-            scored = [await self._fleet.score(_score_request(version, row)) for row in sample]
+            scored = await asyncio.gather(*(self._fleet.score(_score_request(version, row)) for row in sample))
         except EngineError as error:
             self._recorder.fault("same-version gap", error)
             return None
         if any(result.version != version for result in scored):
             return None
-        trained = np.concatenate(await self._learner.logprobs(sample))
-        log_ratio = trained - np.concatenate([result.logprobs for result in scored])
+        log_ratio = np.concatenate(trained) - np.concatenate([result.logprobs for result in scored])
         nothing = np.zeros(len(log_ratio), dtype=bool)
         return measure_mismatch(log_ratio, nothing, nothing)
 

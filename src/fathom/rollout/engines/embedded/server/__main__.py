@@ -19,11 +19,14 @@ from fathom.core.errors import ConfigError, FathomError
 from fathom.rollout.engines.embedded.messages import CannotStartLine, EngineConfigLine, ReadyLine, StartLine
 
 _WATCH_S = 0.5
+_SWITCH_S = 0.0005
+"""How long one Python thread may hold back another: HTTP must not wait behind the decode loop's 5 ms turns."""
 
 
 def main() -> None:
     """Serve until the parent goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfigLine)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
