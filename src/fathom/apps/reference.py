@@ -1,0 +1,182 @@
+"""Reference pages made from the code: `python -m fathom.apps.reference options` or `cli`, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
+
+from fathom.apps.cli.main import app
+from fathom.config.run import RunConfig
+from fathom.envs.registry import BUILT_IN
+
+_SIMPLE = {str: "text", int: "int", float: "float", bool: "bool", type(None): "none"}
+
+_OPTIONS_HEAD = """\
+# Options
+
+Made from the config models by `python -m fathom.apps.reference options`; do not edit it.
+
+A run's file is TOML: the options of a section stand under its heading. On the command line an option has its dotted
+name: `fathom train FILE.toml trainer.steps=50`. Unknown options are refused. An option without a default is required;
+*none* is said by leaving the option out. `fathom train FILE.toml --dry-run` prints the resolved tree.
+"""
+
+_TASKS_HEAD = """\
+## Options of the built-in tasks
+
+They stand under `[task.options]`. A task of one's own declares its options itself
+([how](../how-to/own-task.md)).
+"""
+
+_CLI_HEAD = """\
+# Command line
+
+Made from the commands by `python -m fathom.apps.reference cli`; do not edit it.
+
+Exit codes: 0 done; 1 failed (for `audit`: a contract is broken); 2 the input is wrong and nothing was started; 130 and
+143 the run was asked to end by SIGINT or SIGTERM.
+"""
+
+
+def options_page() -> str:
+    """`docs/reference/options.md`."""
+    sections = "".join(_section(RunConfig, "", None))
+    tasks = "".join(_task(kind, model) for kind, (model, _) in BUILT_IN.items())
+    return f"{_OPTIONS_HEAD}\n{sections}{_TASKS_HEAD}\n{tasks}".rstrip() + "\n"
+
+
+def cli_page() -> str:
+    """`docs/reference/cli.md`."""
+    return f"{_CLI_HEAD}\n{''.join(_commands(get_command(app), 'fathom'))}".rstrip() + "\n"
+
+
+def _section(section: type[BaseModel], name: str, default: Any) -> Iterator[str]:
+    """A heading and a table, then the same of each section in it. `default`: what the section is when left out."""
+    nested = [(key, field, model) for key, field in section.model_fields.items() if (model := _model(field.annotation))]
+    plain = [(key, field) for key, field in section.model_fields.items() if _model(field.annotation) is None]
+    heading = f"## `[{name}]`" if name else "## At the top of the file"
+    intro = _one_line(section.__doc__ or "")
+    yield f"{heading}\n\n{intro}\n\n"
+    if plain:
+        yield "| option | type | default | |\n|---|---|---|---|\n"
+        for key, field in plain:
+            own = field.default if default is None else vars(default)[key]
+            yield _row(f"{name}.{key}" if name else key, field, own)
+        yield "\n"
+    for key, field, model in nested:
+        given = field.default if isinstance(field.default, BaseModel) else None
+        inner = given if default is None else vars(default)[key]
+        yield from _section(model, f"{name}.{key}" if name else key, inner)
+
+
+def _task(kind: str, model: type[BaseModel]) -> str:
+    rows = "".join(_row(key, field, field.default) for key, field in model.model_fields.items())
+    head = f'### `task.kind = "{kind}"`\n\n{_one_line(model.__doc__ or "")}\n\n'
+    return f"{head}| option | type | default | |\n|---|---|---|---|\n{rows}\n"
+
+
+def _row(name: str, field: FieldInfo, default: Any) -> str:
+    given = "required" if default is PydanticUndefined and field.default_factory is None else _value(field, default)
+    limits = " and ".join(limit for part in field.metadata if (limit := _limit(part)))
+    kind = _kind(field.annotation) + (f", {limits}" if limits else "")
+    return f"| `{name}` | {kind} | {given} | {_one_line(field.description or '')} |\n"
+
+
+def _limit(part: object) -> str:
+    """A bound in words. Empty: the constraint is no bound."""
+    match part:
+        case Gt():
+            return f"> {part.gt}"
+        case Ge():
+            return f">= {part.ge}"
+        case Lt():
+            return f"< {part.lt}"
+        case Le():
+            return f"<= {part.le}"
+        case _:
+            return ""
+
+
+def _value(field: FieldInfo, default: Any) -> str:
+    if default is PydanticUndefined:
+        default = field.get_default(call_default_factory=True, validated_data={})
+    return "none" if default is None else f"`{json.dumps(default)}`"
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words that a TOML file can follow."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (types.UnionType, Union):
+        return " or ".join(_kind(part) for part in parts if part is not type(None))
+    if origin is tuple:
+        return f"list of {_kind(parts[0])}"
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(part)}`" for part in parts)
+    if origin is dict:
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return ", ".join(f'`"{member}"`' for member in annotation)
+    return _SIMPLE.get(annotation, "value")
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds. None: it is an option."""
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    if isinstance(command, TyperGroup):
+        for sub_name, sub in command.commands.items():
+            yield from _commands(sub, f"{name} {sub_name}")
+    else:
+        yield _command(command, name)
+
+
+def _command(command: TyperCommand, name: str) -> str:
+    arguments = [p for p in command.params if not isinstance(p, TyperOption)]
+    options = [p for p in command.params if isinstance(p, TyperOption)]
+    usage = " ".join(
+        [name, *(p.metavar or str(p.name).upper() for p in arguments), *(["[OPTIONS]"] if options else [])]
+    )
+    lines = [f"## `{name}`\n", f"    {usage}\n", f"{_one_line(command.help or '')}\n"]
+    if command.params:
+        lines.append("| | |\n|---|---|")
+        lines += [f"| `{p.metavar or str(p.name).upper()}` | {_one_line(_help(p))} |" for p in arguments]
+        lines += [f"| `{_spelling(p)}` | {_one_line(_help(p))} |" for p in options]
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def _spelling(option: TyperOption) -> str:
+    return ", ".join(option.opts) + ("" if option.is_flag else f" {option.metavar or 'VALUE'}")
+
+
+def _help(parameter: Any) -> str:
+    text, default = str(parameter.help or ""), parameter.default
+    shown = "" if default is None or default is False or "[default" in text else f" [default: {default}]"
+    return text + shown
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {"options": options_page, "cli": cli_page}
+"""What each page is called."""
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in [[name] for name in PAGES]:
+        sys.exit(f"name one page: {', '.join(PAGES)}")
+    sys.stdout.write(PAGES[sys.argv[1]]())
