@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from fathom.config.families import Dtype, EngineKind, TransportKind
-from fathom.config.section import Section
+from fathom.config.section import DEVICE, Section
 from fathom.core.records.sampling import InFlightMode, SamplingParams
 
 
@@ -56,9 +56,9 @@ class EngineConfig(Section):
     """Which one."""
     dtype: Dtype | None = None
     """Element type of its weights. None: the trainer's, which is what the published cast is."""
-    device: str = "cpu"
+    device: str = Field(default="cpu", pattern=DEVICE)
     """Torch device."""
-    threads: int = Field(default=1, gt=0)
+    threads: int = Field(default=1, gt=0, le=1024)
     """CPU threads."""
     max_running: int = Field(default=64, gt=0)
     """Sequences decoded in one batch."""

@@ -42,7 +42,7 @@ class TaskConfig(Section):
     """Draw tasks in a seeded order that differs from epoch to epoch."""
     epochs: int | None = Field(default=None, gt=0)
     """Passes over the tasks at most. None: as many as the steps need."""
-    grader_workers: int = Field(default=1, gt=0)
+    grader_workers: int = Field(default=1, gt=0, le=256)
     """Processes that grade."""
     grade_timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one grading; after it the worker is killed and the trajectory is ungraded."""

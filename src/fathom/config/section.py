@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+DEVICE = r"^(cpu|cuda(:\d+)?)$"
+"""How a torch device is written."""
+
 
 class Section(BaseModel):
     """A frozen part of the config. Unknown keys are errors; each field has a sentence."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from fathom.config.families import Dtype, OnStale, Schedule
-from fathom.config.section import Section
+from fathom.config.section import DEVICE, Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -13,7 +17,7 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Adam's decay rates."""
     eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
@@ -32,7 +36,7 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """One training process."""
 
-    steps: int = Field(gt=0)
+    steps: int = Field(gt=0, lt=2**31)
     """Optimizer steps to take."""
     groups_per_step: int = Field(gt=0)
     """Groups in one batch."""
@@ -42,9 +46,9 @@ class TrainerConfig(Section):
     """Packed tokens in one forward; a longer single row is a micro-batch of its own. Never changes the result."""
     dtype: Dtype = Dtype.FLOAT32
     """Element type of the forward and of the published weights. Masters stay float32."""
-    device: str = "cpu"
+    device: str = Field(default="cpu", pattern=DEVICE)
     """Torch device."""
-    threads: int = Field(default=1, gt=0)
+    threads: int = Field(default=1, gt=0, le=1024)
     """CPU threads."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""

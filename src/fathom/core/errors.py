@@ -86,5 +86,9 @@ class NoProgressError(FathomError):
     """A stated number of attempts produced nothing to train on."""
 
 
+class RunStoppedError(FathomError):
+    """The run was asked to end while it did something that can be left out or done again. Nothing is lost."""
+
+
 class StepStoppedError(FathomError):
     """The trainer was told to stop within a step. Weights and optimizer are those of before that step."""

@@ -9,14 +9,18 @@ import json
 import os
 import platform
 import shutil
+from functools import partial
 from importlib.metadata import version as library_version
 from pathlib import Path
+
+import torch
 
 from fathom.buffer.books import Books
 from fathom.buffer.clock import Clock
 from fathom.buffer.group_buffer import GroupBuffer
 from fathom.buffer.source import OccurrenceSource
 from fathom.config.run import RunConfig
+from fathom.core.errors import ConfigError, RunStoppedError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Engine
 from fathom.core.ports.environment import DemonstratedEnvironment
@@ -36,6 +40,7 @@ from fathom.run.history.recorder import Observer, Recorder
 from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
 from fathom.run.pipeline import Parts, Pipeline
+from fathom.run.preflight import access_token, check_engine
 from fathom.run.resolve import Resolved
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.stop import Stop
@@ -55,23 +60,30 @@ async def drive(
     """Open an incarnation of the run in `folder`, go on from its newest checkpoint or from the start, run to the end.
 
     Returns how it ended: `steps`, `data` or `stopped`. An error is recorded and raised.
+
+    Raises:
+        ConfigError: the device is not there.
+        CheckpointError: the newest checkpoint cannot be read.
     """
-    checkpoints = Checkpoints(
-        folder.checkpoints, keep=resolved.config.checkpoint.keep, fsync=resolved.config.ledger.fsync
-    )
+    config = resolved.config
+    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, fsync=config.ledger.fsync)
     newest = checkpoints.newest()
-    recorder = _open_history(resolved.config, folder, newest[0] if newest else None, observers)
-    feed = _trackers(resolved.config, folder)
+    _require_device(config)
+    recorder = _open_history(config, folder, newest[0] if newest else None, observers)
+    sinks = [SINKS[tracker] for tracker in config.trackers]
+    feeds = [TrackerFeed(folder.ledger, partial(sink, folder.path, recorder.incarnation)) for sink in sinks]
     try:
         reason = await _run(resolved, folder, grader, stop, recorder, checkpoints, newest)
-        recorder.record(RunEnded(reason=reason, step=_step_of(checkpoints)))
-        return reason
     except BaseException as error:
-        recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=_step_of(checkpoints)))
+        recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=checkpoints.newest_step))
         raise
+    else:
+        recorder.record(RunEnded(reason=reason, step=checkpoints.newest_step))
+        return reason
     finally:
         recorder.close()
-        feed.close()
+        for feed in feeds:
+            feed.close()
 
 
 async def _run(
@@ -90,19 +102,17 @@ async def _run(
     fleet = _fleet(config, folder, model_folder, recorder)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
-        await fleet.start()
-        if newest is None:
-            await _begin(resolved, learner, recorder)
-        else:
-            state, trainer_folder = newest
-            await learner.load(trainer_folder)
-            with LedgerReader(folder.ledger) as reader:
-                recorder.record(*buffer.restore(state.buffer, lambda name: reader.trajectory(name).trajectory))
+        with stop.cancels():
+            await fleet.start()
+            if newest is None:
+                await _begin(resolved, learner, recorder)
+            else:
+                await _go_on(newest, folder, learner, buffer, recorder)
         runner = EpisodeRunner(
             router=Router(lambda: fleet.serving),
-            decode=resolved.tokenizer.decode,
+            decode=resolved.model.tokenizer.decode,
             grade=grader.grade,
-            stop_ids=resolved.tokenizer.special.stop_ids,
+            stop_ids=resolved.model.tokenizer.special.stop_ids,
             tokenizer=resolved.renderer.identity,
         )
         pipeline = Pipeline(
@@ -117,11 +127,13 @@ async def _run(
                 fleet=fleet,
                 recorder=recorder,
                 checkpoints=checkpoints,
-                evaluator=_evaluator(resolved, runner),
+                evaluator=_evaluator(resolved, runner, stop),
                 stop=stop,
             )
         )
         return await pipeline.run()
+    except RunStoppedError:
+        return "stopped"
     finally:
         learner.close()
         await fleet.close()
@@ -139,6 +151,16 @@ async def _begin(resolved: Resolved, learner: Learner, recorder: Recorder) -> No
             recorder.record(WarmStartStepped(step=step.step, loss=step.loss, tokens=step.tokens))
         recorder.commit()
     await learner.begin()
+
+
+async def _go_on(
+    newest: tuple[LoopState, Path], folder: RunFolder, learner: Learner, buffer: GroupBuffer, recorder: Recorder
+) -> None:
+    """A resumed run: weights, optimizer, data cursor, books and waiting groups as they were."""
+    state, trainer_folder = newest
+    await learner.load(trainer_folder)
+    with LedgerReader(folder.ledger) as reader:
+        recorder.record(*buffer.restore(state.buffer, lambda name: reader.trajectory(name).trajectory))
 
 
 def _demonstrations(resolved: Resolved, count: int) -> list[Demonstration]:
@@ -184,25 +206,35 @@ def _machine() -> dict[str, str]:
 
 def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
     """The folder to start from; a tiny model is made from the seed. The tokenizer is kept with the run in any case."""
-    model = resolved.config.model
-    if model.path is None:
-        if not folder.model.is_dir():
-            unfinished = folder.model.with_name(".unfinished-model")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            save_character_tokenizer(unfinished)
-            make_tiny("arithmetic", resolved.config.seed, unfinished)
-            unfinished.rename(folder.model)
-        source = folder.model
-    else:
-        source = Path(model.path)
+    source = resolved.model.folder or _made_tiny(resolved.config, folder)
     folder.keep_tokenizer(source)
     return source
 
 
+def _made_tiny(config: RunConfig, folder: RunFolder) -> Path:
+    if not folder.model.is_dir():
+        unfinished = folder.model.with_name(".unfinished-model")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        save_character_tokenizer(unfinished)
+        make_tiny("arithmetic", config.seed, unfinished)
+        unfinished.rename(folder.model)
+    return folder.model
+
+
+def _require_device(config: RunConfig) -> None:
+    for option, device in (("trainer.device", config.trainer.device), ("engine.device", config.engine.device)):
+        index = int(device.partition(":")[2] or 0)
+        if device != "cpu" and index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{option} = {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices that torch can "
+                "use; set 'cpu', or install a torch build for the GPU"
+            )
+
+
 def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder) -> Fleet:
     async def launch(name: EngineId) -> Engine:
-        return await LAUNCHERS[config.engine.kind](
+        engine = await LAUNCHERS[config.engine.kind](
             EmbeddedSpec(
                 engine=name,
                 model_folder=model_folder,
@@ -214,11 +246,18 @@ def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: R
                 threads=config.engine.threads,
                 host=config.engine.host,
                 port=config.engine.port,
+                token=access_token(config.engine),
                 start_timeout_s=config.engine.start_timeout_s,
                 weights_timeout_s=config.sync.timeout_s,
                 request_timeout_s=config.rollout.request_timeout_s,
             )
         )
+        try:
+            check_engine(config, engine.capabilities)
+        except ConfigError:
+            await engine.close()
+            raise
+        return engine
 
     transport = TRANSPORTS[config.sync.transport](folder.path)
     return Fleet([EngineId("engine-0")], launch, transport, config.sync, recorder)
@@ -246,7 +285,7 @@ def _buffer(resolved: Resolved, incarnation: int) -> GroupBuffer:
     )
 
 
-def _evaluator(resolved: Resolved, runner: EpisodeRunner) -> Evaluator | None:
+def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop) -> Evaluator | None:
     config = resolved.config
     if config.evaluation is None:
         return None
@@ -257,16 +296,5 @@ def _evaluator(resolved: Resolved, runner: EpisodeRunner) -> Evaluator | None:
         max_new_tokens=config.rollout.max_new_tokens,
         concurrency=config.rollout.max_in_flight,
         seed=config.seed,
+        stop=stop,
     )
-
-
-def _trackers(config: RunConfig, folder: RunFolder) -> TrackerFeed:
-    sinks = [SINKS[tracker](folder.path, config.name) for tracker in config.trackers]
-    feed = TrackerFeed(folder.ledger, sinks)
-    feed.start()
-    return feed
-
-
-def _step_of(checkpoints: Checkpoints) -> int:
-    newest = checkpoints.newest()
-    return newest[0].step if newest else 0

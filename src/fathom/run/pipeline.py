@@ -110,7 +110,7 @@ class Pipeline:
         if reason != "stopped":
             await self._deliver_now()
             await self._evaluate()
-        return reason
+        return "stopped" if self._p.stop.asked else reason
 
     async def _admit(self, loops: asyncio.TaskGroup) -> None:
         """Start groups. Waits for room under the bound and in flight; woken by arrivals, publications and engines."""
@@ -253,7 +253,10 @@ class Pipeline:
         serving = self._serving
         if self._p.evaluator is None or serving is None or self._p.stop.asked or serving == self._last_evaluated:
             return
-        self._p.recorder.record(await self._p.evaluator.evaluate(serving))
+        evaluated = await self._p.evaluator.evaluate(serving)
+        if evaluated is None:
+            return
+        self._p.recorder.record(evaluated)
         self._p.recorder.commit()
         self._last_evaluated = serving
         self._evaluated = self._clock.version
@@ -264,6 +267,7 @@ class Pipeline:
         if state.step != self._p.learner.version:
             return
         began = time.monotonic()
+        self._p.recorder.commit()  # a checkpoint never points beyond the durable history
         path = await self._p.learner.save(lambda save: self._p.checkpoints.save(state, save))
         self._p.recorder.record(CheckpointSaved(step=state.step, path=path.name, seconds=time.monotonic() - began))
         self._p.recorder.commit()

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import socket
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from fathom.config.families import EngineKind, Tracker
 from fathom.config.run import RunConfig
-from fathom.core.errors import ConfigError, DataError, MissingDependencyError
+from fathom.core.errors import ConfigError
 from fathom.core.ports.environment import DemonstratedEnvironment, Environment, Task
-from fathom.envs.registry import build_environment
-from fathom.run.history.folder import free_bytes
-from fathom.text.characters import save_character_tokenizer
+from fathom.envs.registry import build_environment, require_environment
+from fathom.run.preflight import check_machine
+from fathom.run.starting_model import StartingModel
 from fathom.text.chat_renderer import ChatRenderer
-from fathom.text.tokenizer import Tokenizer
-
-_STATE_BYTES_PER_PARAMETER = 3 * 4
-"""Float32 masters and two moments."""
-_SPARE_BYTES = 64 << 20
-_TINY_PARAMETERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +32,10 @@ class Resolved:
 
     config: RunConfig
     """Validated options."""
+    model: StartingModel
+    """What it starts from."""
     environment: Environment
     """Tasks and grader."""
-    tokenizer: Tokenizer
-    """Text to ids and back."""
     renderer: ChatRenderer
     """Messages to ids."""
     train: tuple[PromptedTask, ...]
@@ -59,7 +47,7 @@ class Resolved:
 
 
 def resolve(config: RunConfig, environment: Environment | None = None) -> Resolved:
-    """Check what the options refer to: packages, model folder, tasks, prompts, disk, port.
+    """Check what the options refer to: packages, model, tasks, prompts, disk, port.
 
     Args:
         config: validated options.
@@ -68,42 +56,29 @@ def resolve(config: RunConfig, environment: Environment | None = None) -> Resolv
     Raises:
         ConfigError: the run cannot start; the message says what to change.
     """
-    _check_packages(config)
-    _check_port(config)
-    tokenizer, vocab_size, max_positions = _model_facts(config)
-    _check_kept_sets(config, vocab_size)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > max_positions:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds the {max_positions} positions of "
-            "the model; lower one of them"
-        )
-    _check_disk(config)
-    environment = environment or build_environment(config.task.kind, config.task.options)
-    if config.warm_start is not None and not isinstance(environment, DemonstratedEnvironment):
-        raise ConfigError(
-            f"[warm_start] needs demonstrations, and task.kind = {config.task.kind!r} has none; remove it"
-        )
-    renderer = ChatRenderer(tokenizer, use_template=config.model.chat_template and config.model.path is not None)
-    train, left_out = _prompts(environment.tasks(), renderer, config.rollout.max_prompt_tokens)
+    model = StartingModel.of(config.model)
+    _check_model(config, model)
+    check_machine(config, model.size_bytes)
+    if environment is None:
+        environment = build_environment(config.task.kind, config.task.options)
+    else:
+        require_environment(environment, "given from Python")
+    renderer = ChatRenderer(model.tokenizer, use_template=config.model.chat_template and model.folder is not None)
+    longest = config.rollout.max_prompt_tokens
+    train, left_out = _prompts(environment.tasks(), renderer, longest)
     if not train:
-        raise DataError(_nothing_to_train(len(left_out), config))
-    held_out: tuple[PromptedTask, ...] = ()
-    if config.evaluation is not None:
-        wanted = environment.eval_tasks()[: config.evaluation.tasks]
-        held_out, _ = _prompts(wanted, renderer, config.rollout.max_prompt_tokens)
-        if len(held_out) < config.evaluation.tasks:
-            raise ConfigError(
-                f"evaluation.tasks = {config.evaluation.tasks}, but the task set holds out only {len(held_out)} "
-                "that fit rollout.max_prompt_tokens"
-            )
+        raise ConfigError(
+            f"all {len(left_out)} prompts are longer than rollout.max_prompt_tokens = {longest}; raise it, or choose "
+            "shorter tasks"
+        )
+    _check_warm_start(config, environment, renderer, len(train))
     return Resolved(
         config=config,
+        model=model,
         environment=environment,
-        tokenizer=tokenizer,
         renderer=renderer,
         train=train,
-        held_out=held_out,
+        held_out=_held_out(config, environment, renderer),
         left_out=left_out,
     )
 
@@ -122,7 +97,7 @@ def describe(resolved: Resolved) -> list[str]:
         f"at most {rollout.max_in_flight} in flight",
         f"train no token older than {clock.max_staleness} versions (KV: {clock.kv_bound}); when one would be: "
         f"{clock.on_stale}",
-        f"publish every {clock.publish_every} steps over {config.sync.transport!r}; running generations: "
+        f"publish every {clock.publish_every} steps over {config.sync.transport}; running generations: "
         f"{rollout.in_flight}",
     ]
     if config.warm_start is not None:
@@ -132,79 +107,53 @@ def describe(resolved: Resolved) -> list[str]:
     return lines
 
 
-def _check_packages(config: RunConfig) -> None:
-    for tracker in config.trackers:
-        package = {Tracker.TENSORBOARD: "tensorboard", Tracker.WANDB: "wandb"}[tracker]
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(f"trackers = ['{tracker}']", package, tracker.value)
-
-
-def _check_port(config: RunConfig) -> None:
-    if config.engine.kind is not EngineKind.EMBEDDED or config.engine.port == 0:
-        return
-    family = socket.AF_INET6 if ":" in config.engine.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.engine.host, config.engine.port))
-        except OSError as error:
-            raise ConfigError(
-                f"engine.port = {config.engine.port} on {config.engine.host} cannot be used ({error.strerror}); "
-                "choose another, or 0 for any free one"
-            ) from None
-
-
-def _model_facts(config: RunConfig) -> tuple[Tokenizer, int, int]:
-    """Tokenizer, vocabulary size and longest sequence, without loading weights."""
-    if config.model.path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            vocabulary = save_character_tokenizer(Path(folder))
-            return Tokenizer.load(Path(folder)), vocabulary.size, vocabulary.max_positions
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path = {config.model.path!r} is no folder; make one with `fathom models fetch`, or download it"
-        )
-    tokenizer = Tokenizer.load(folder)
-    try:
-        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        vocab_size, max_positions = int(facts["vocab_size"]), int(facts["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.path = {config.model.path!r} has no usable config.json: {error!r}") from None
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {config.model.path!r} has no weights (*.safetensors)")
-    if config.model.chat_template and tokenizer.template is None:
+def _check_model(config: RunConfig, model: StartingModel) -> None:
+    """What generation asks of the model."""
+    if config.model.chat_template and model.folder is not None and model.tokenizer.template is None:
         raise ConfigError(
             f"model.path = {config.model.path!r} has no chat template; set model.chat_template = false to prompt with "
             "plain text"
         )
-    return tokenizer, vocab_size, max_positions
-
-
-def _check_kept_sets(config: RunConfig, vocab_size: int) -> None:
     sampling = config.rollout.sampling.params()
-    largest = min(sampling.top_k or vocab_size, vocab_size)
+    largest = min(sampling.top_k or model.vocab_size, model.vocab_size)
     if sampling.truncates and largest > config.rollout.max_kept_ids:
         raise ConfigError(
             f"rollout.sampling may keep up to {largest} ids for one token, and each has to be recorded; set "
             f"rollout.sampling.top_k to at most {config.rollout.max_kept_ids}, or raise rollout.max_kept_ids"
         )
-
-
-def _check_disk(config: RunConfig) -> None:
-    if config.model.path is None:
-        parameters, weight_bytes = _TINY_PARAMETERS, 4 * _TINY_PARAMETERS
-    else:
-        weight_bytes = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-        parameters = weight_bytes // 2
-    one = weight_bytes + parameters * _STATE_BYTES_PER_PARAMETER
-    needed = one * (config.checkpoint.keep + 1) + _SPARE_BYTES
-    free = free_bytes(Path(config.runs_dir))
-    if free < needed:
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > model.max_positions:
         raise ConfigError(
-            f"runs_dir {config.runs_dir!r} has {free / 1e9:.2f} GB free, but checkpoints may need "
-            f"{needed / 1e9:.2f} GB; free some space, lower checkpoint.keep, or set runs_dir to another disk"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds the {model.max_positions} "
+            "positions of the model; lower one of them"
         )
+
+
+def _check_warm_start(config: RunConfig, environment: Environment, renderer: ChatRenderer, tasks: int) -> None:
+    if config.warm_start is None:
+        return
+    if not isinstance(environment, DemonstratedEnvironment):
+        raise ConfigError(
+            f"[warm_start] needs demonstrations, and task.kind = {config.task.kind!r} has none; remove it"
+        )
+    if config.warm_start.tasks > tasks:
+        raise ConfigError(
+            f"warm_start.tasks = {config.warm_start.tasks}, but there are only {tasks} training tasks that fit "
+            "rollout.max_prompt_tokens; lower it"
+        )
+    renderer.end_id()  # refuses now a tokenizer that cannot end a demonstration
+
+
+def _held_out(config: RunConfig, environment: Environment, renderer: ChatRenderer) -> tuple[PromptedTask, ...]:
+    if config.evaluation is None:
+        return ()
+    held_out, _ = _prompts(environment.eval_tasks(), renderer, config.rollout.max_prompt_tokens)
+    if len(held_out) < config.evaluation.tasks:
+        raise ConfigError(
+            f"evaluation.tasks = {config.evaluation.tasks}, but the task set holds out only {len(held_out)} "
+            "that fit rollout.max_prompt_tokens; lower it"
+        )
+    return held_out[: config.evaluation.tasks]
 
 
 def _prompts(
@@ -219,12 +168,3 @@ def _prompts(
         else:
             kept.append(PromptedTask(task=task, prompt_ids=prompt_ids))
     return tuple(kept), tuple(left_out)
-
-
-def _nothing_to_train(left_out: int, config: RunConfig) -> str:
-    if left_out:
-        return (
-            f"all {left_out} prompts are longer than rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}; "
-            "raise it, or choose shorter tasks"
-        )
-    return f"task.kind = {config.task.kind!r} has no training tasks; look at task.options"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Self, final
 
 from fathom.config.load import load_config
 from fathom.config.run import RunConfig
+from fathom.core.errors import ConfigError, RunStoppedError
 from fathom.core.ports.environment import Environment
 from fathom.envs.grading.grader import Grader
 from fathom.run.history.folder import RunFolder
+from fathom.run.history.past import ended_as_asked
 from fathom.run.history.recorder import Observer
 from fathom.run.resolve import Resolved, resolve
 from fathom.run.stop import Stop
@@ -55,32 +58,67 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, *, environment: Environment | None = None) -> Self:
-        """Go on with the run in `folder`, as it was configured, from its newest checkpoint. Raises ConfigError."""
+        """Go on with the run in `folder` from its newest checkpoint, as its `config.json` says.
+
+        An edited `config.json` holds from here on (to raise `trainer.steps`, for one) and is recorded with the new
+        incarnation; what would make the checkpoint meaningless, another seed or other tasks, is refused.
+
+        Raises:
+            ConfigError: it is no run's folder, is in use, or cannot go on as configured.
+        """
         opened = RunFolder.open(folder)
-        run = cls(opened.config(), environment=environment)
+        try:
+            run = cls(opened.config(), environment=environment)
+        except BaseException:
+            opened.unlock()
+            raise
         run._folder = opened
         return run
 
     def start(self, observers: Sequence[Observer] = ()) -> RunResult:
-        """Run to the end. `observers` see every event as it is recorded.
+        """Run to the end; one that has come to its end, and whose config is still the same, ends at once.
+
+        `observers` see every event as it is recorded.
 
         Raises:
+            ConfigError: the machine refuses something after all; a fresh run leaves no folder then.
             FathomError: a component died; what was reported until then is kept, and `resume` goes on from there.
         """
+        _require_importable_main()
         folder = self._folder or RunFolder.create(self.resolved.config)
+        folder.lock()
         try:
+            if reason := ended_as_asked(folder, self.resolved.config):
+                return RunResult(folder=folder.path, reason=reason, exit_code=0)
             return asyncio.run(self._main(folder, tuple(observers)))
         finally:
+            if self._folder is None:
+                folder.remove_if_unused()
             folder.unlock()
 
     async def _main(self, folder: RunFolder, observers: tuple[Observer, ...]) -> RunResult:
         stop = Stop()
         stop.listen()
         task = self.resolved.config.task
-        async with Grader(
-            self.resolved.environment, workers=task.grader_workers, timeout_s=task.grade_timeout_s
-        ) as grader:
+        grader = Grader(self.resolved.environment, workers=task.grader_workers, timeout_s=task.grade_timeout_s)
+        try:
+            with stop.cancels():
+                await grader.start()
             from fathom.run.local import drive  # the heavy half: after the graders have started
 
             reason = await drive(self.resolved, folder, grader, stop, observers)
+        except RunStoppedError:
+            reason = "stopped"
+        finally:
+            await grader.close()
         return RunResult(folder=folder.path, reason=reason, exit_code=stop.exit_code)
+
+
+def _require_importable_main() -> None:
+    """Graders start as fresh processes that import the main module, so it must be a file, if it is anything."""
+    path = vars(sys.modules["__main__"]).get("__file__")
+    if path is not None and not Path(path).exists():
+        raise ConfigError(
+            "a run cannot be started by a script from standard input: its graders are processes of their own, which "
+            "import the script; save it as a file and put the start under `if __name__ == '__main__':`"
+        )

@@ -6,8 +6,11 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import final
+
+from fathom.core.errors import FathomError, RunStoppedError
 
 _INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -19,7 +22,7 @@ class Stop:
     def __init__(self) -> None:
         self._asked = threading.Event()
         self._signal: signal.Signals | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], object]] = []
 
     @property
     def asked(self) -> bool:
@@ -31,7 +34,7 @@ class Stop:
         """What the process should exit with: 0 unless a signal asked."""
         return _INTERRUPTED[self._signal] if self._signal else 0
 
-    def on_ask(self, listener: Callable[[], None]) -> None:
+    def on_ask(self, listener: Callable[[], object]) -> None:
         """Call `listener` (in the event loop's thread) when the run is asked to end."""
         self._listeners.append(listener)
 
@@ -40,6 +43,28 @@ class Stop:
         self._asked.set()
         for listener in self._listeners:
             listener()
+
+    @contextmanager
+    def cancels(self) -> Generator[None]:
+        """Within it a request to end cancels what the current task waits for; only for what leaves no state to save.
+
+        Raises:
+            RunStoppedError: it did; or something failed after the request, as processes that got the same signal do.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "used within the event loop"
+        self._listeners.append(task.cancel)
+        try:
+            if self.asked:
+                raise asyncio.CancelledError
+            yield
+        except (asyncio.CancelledError, FathomError):
+            if not self.asked:
+                raise
+            task.uncancel()
+            raise RunStoppedError("the run was asked to end; start or resume it again") from None
+        finally:
+            self._listeners.remove(task.cancel)
 
     def listen(self) -> None:
         """Take SIGINT and SIGTERM from now on; outside the main thread they are left alone."""

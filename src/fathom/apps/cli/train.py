@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, RunName, RunsDir
 from fathom.apps.cli.progress import Progress
 from fathom.apps.recipes import recipe
+from fathom.evidence.runs import find_run
 from fathom.run.resolve import describe
 from fathom.run.run import Run
 
@@ -26,9 +28,9 @@ def train(
     _start(Run.from_toml(file, overrides or []), dry_run)
 
 
-def resume(folder: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]) -> None:
-    """Go on with a run from its newest checkpoint, as it was configured."""
-    _start(Run.resume(folder), dry_run=False)
+def resume(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
+    """Go on with a run from its newest checkpoint, as the config.json in its folder says."""
+    _start(Run.resume(find_run(run, runs_dir)), dry_run=False)
 
 
 def demo(overrides: Overrides = None, dry_run: DryRun = False) -> None:

@@ -7,6 +7,7 @@ checkpoints/step-000010/trainer/...     weights (Hugging Face layout), float32 m
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import msgspec
 from fathom.buffer.group_buffer import BufferState
 from fathom.core.errors import CheckpointError
 
+_NAME = re.compile(r"step-\d+")
+_UNFINISHED = ".unfinished-"
 _STATE = "state.msgpack"
 _TRAINER = "trainer"
 
@@ -49,7 +52,7 @@ class Checkpoints:
         final_path = self._folder / f"step-{state.step:06d}"
         if final_path.exists():
             return final_path  # the same step in an earlier incarnation wrote the same state
-        unfinished = self._folder / f".unfinished-{state.step:06d}"
+        unfinished = self._folder / f"{_UNFINISHED}{final_path.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / _TRAINER).mkdir(parents=True)
         save_trainer(unfinished / _TRAINER)
@@ -60,8 +63,14 @@ class Checkpoints:
         if self._fsync:
             _sync(self._folder)
         for old in self._all()[: -self._keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(self._folder / f"{_UNFINISHED}{old.name}"))
         return final_path
+
+    @property
+    def newest_step(self) -> int:
+        """Optimizer steps behind the newest one; 0 when there is none."""
+        found = self._all()
+        return _step(found[-1]) if found else 0
 
     def newest(self) -> tuple[LoopState, Path] | None:
         """The newest one: its state, and the folder that the trainer wrote. None: there is none.
@@ -69,7 +78,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read.
         """
-        for leftover in self._folder.glob(".unfinished-*"):
+        for leftover in self._folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(leftover)
         found = self._all()
         if not found:
@@ -83,7 +92,11 @@ class Checkpoints:
         return state, found[-1] / _TRAINER
 
     def _all(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"))
+        return sorted((path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _sync_tree(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import final
 from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
+from fathom.ledger.schema import DATABASE
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,7 +54,7 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(f"runs_dir {config.runs_dir!r} cannot be written: {error}") from None
+                raise ConfigError(f"runs_dir {config.runs_dir!r} cannot be written ({error}); set another") from None
             folder = cls(path)
             for part in (folder.ledger, folder.checkpoints, folder.logs):
                 part.mkdir()
@@ -72,11 +73,17 @@ class RunFolder:
         return folder
 
     def config(self) -> RunConfig:
-        """The config the run was started with."""
-        return parse_config(json.loads(self.config_file.read_text(encoding="utf-8")), str(self.config_file))
+        """The config the run was started with, or what a person made of it since. Raises ConfigError."""
+        try:
+            tree = json.loads(self.config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.config_file} is not valid JSON: {error}") from None
+        return parse_config(tree, str(self.config_file))
 
     def lock(self) -> None:
-        """Hold the run for this process; the kernel lets go when the process ends, however it ends."""
+        """Hold the run for this process; the kernel lets go when the process ends, however it ends. Idempotent."""
+        if self._lock is not None:
+            return
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,10 +98,15 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def remove_if_unused(self) -> None:
+        """Remove the folder of a run that never came to its history: nothing in it is of use."""
+        if not self.has_history:
+            shutil.rmtree(self.path)
+
     @property
     def has_history(self) -> bool:
         """True once a ledger was started in it."""
-        return any(self.ledger.iterdir())
+        return (self.ledger / DATABASE).exists()
 
     def keep_tokenizer(self, source: Path) -> None:
         """Copy the tokenizer's files from a model folder, so that the run's tokens can be read for ever."""
@@ -102,12 +114,3 @@ class RunFolder:
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, self.tokenizer / name)
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path` or its nearest existing parent."""
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    status = os.statvfs(existing)
-    return status.f_bavail * status.f_frsize

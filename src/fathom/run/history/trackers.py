@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, final
 
 import msgspec
 
 from fathom.config.families import Tracker
-from fathom.core.errors import MissingDependencyError
 from fathom.ledger.events import Evaluated, Event, Published, StepTaken, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
 
@@ -33,14 +32,12 @@ class Sink(Protocol):
 
 @final
 class TensorBoardSink:
-    """Event files for TensorBoard."""
+    """Event files for TensorBoard. Each incarnation has files of its own, with the whole history that survives."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError:
-            raise MissingDependencyError("trackers = ['tensorboard']", "tensorboard", "tensorboard") from None
-        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard" / name))
+    def __init__(self, folder: Path, incarnation: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard" / f"incarnation-{incarnation}"))
 
     def put(self, name: str, value: float, step: int) -> None:
         """Store one number."""
@@ -55,11 +52,10 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run, offline: `wandb sync` uploads it when a person wants that."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]  # an extra
-        except ImportError:
-            raise MissingDependencyError("trackers = ['wandb']", "wandb", "wandb") from None
+    def __init__(self, folder: Path, incarnation: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra
+
+        name = f"{folder.name}-{incarnation}"
         self._run = wandb.init(project="fathom", name=name, dir=str(folder), mode="offline")
 
     def put(self, name: str, value: float, step: int) -> None:
@@ -71,56 +67,53 @@ class WandbSink:
         self._run.finish()
 
 
-SINKS: dict[Tracker, Callable[[Path, str], Sink]] = {
+SINKS: dict[Tracker, Callable[[Path, int], Sink]] = {
     Tracker.TENSORBOARD: TensorBoardSink,
     Tracker.WANDB: WandbSink,
 }
+"""How each tracker is opened, given the run's folder and the incarnation; runs in the tracker's own thread."""
 
 
 @final
 class TrackerFeed:
-    """Follows a ledger and puts its numbers into sinks. A sink that raises is left out from then on, and logged."""
+    """Follows a ledger and puts its numbers into one sink, from the first event on, until it is closed.
 
-    def __init__(self, ledger: Path, sinks: Sequence[Sink]) -> None:
+    Whatever the sink does, hanging included, is its thread's business alone. One that raises is fed no more.
+    """
+
+    def __init__(self, ledger: Path, open_sink: Callable[[], Sink]) -> None:
+        """Begin to follow."""
         self._ledger = ledger
-        self._sinks = list(sinks)
+        self._open_sink = open_sink
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
-
-    def start(self) -> None:
-        """Begin to follow, if anything is to be fed."""
-        if self._sinks:
-            self._thread.start()
+        self._thread = threading.Thread(target=self._feed, name="tracker", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Feed what is left, for at most a few seconds."""
         self._ending.set()
-        if self._sinks:
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logging.getLogger(__name__).warning("a tracker hangs and is left behind; its last numbers may be missing")
 
-    def _follow(self) -> None:
-        seq = 0
+    def _feed(self) -> None:
+        try:
+            sink = self._open_sink()
+            for name, value, step in self._numbers():
+                sink.put(name, value, step)
+            sink.close()
+        except Exception as error:  # noqa: BLE001  # foreign code: whatever it raises, training goes on
+            logging.getLogger(__name__).warning("a tracker failed and is fed no more: %r", error)
+
+    def _numbers(self) -> Iterator[tuple[str, float, int]]:
+        """Those of every event until the feed is closed."""
+        seq, ending = 0, False
         with LedgerReader(self._ledger) as reader:
-            ending = False
             while not ending:
                 ending = self._ending.wait(_POLL_S)
                 for entry in reader.history(since=seq):
-                    self._feed(entry.event)
+                    yield from numbers(entry.event)
                     seq = entry.seq
-        for sink in self._sinks:
-            self._guard(sink, sink.close)
-
-    def _feed(self, event: Event) -> None:
-        for name, value, step in numbers(event):
-            for sink in list(self._sinks):
-                self._guard(sink, lambda sink=sink: sink.put(name, value, step))  # noqa: B023  # called at once
-
-    def _guard(self, sink: Sink, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  # foreign code: whatever it raises, training goes on
-            self._sinks.remove(sink)
-            logging.getLogger(__name__).warning("%s failed and is left out from now on: %r", type(sink).__name__, error)
 
 
 def numbers(event: Event) -> Iterator[tuple[str, float, int]]:

@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 import numpy as np
 
 from fathom.config.run import EvalConfig
+from fathom.core.errors import RunStoppedError
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion
 from fathom.core.ports.environment import Task
 from fathom.core.records.sampling import Purpose, SamplingParams
@@ -18,6 +20,7 @@ from fathom.core.records.trajectory import Graded, Trajectory
 from fathom.ledger.events import Evaluated
 from fathom.rollout.episode import EpisodePlan, EpisodeRunner
 from fathom.run.rollouts.seeds import request_seed
+from fathom.run.stop import Stop
 
 PASSING_REWARD = 1.0
 """A sample passes when its reward is at least this."""
@@ -38,6 +41,7 @@ class Evaluator:
         max_new_tokens: int,
         concurrency: int,
         seed: int,
+        stop: Stop,
     ) -> None:
         self._config = config
         self._runner = runner
@@ -45,13 +49,21 @@ class Evaluator:
         self._max_new_tokens = max_new_tokens
         self._slots = asyncio.Semaphore(concurrency)
         self._seed = seed
+        self._stop = stop
 
-    async def evaluate(self, version: PolicyVersion) -> Evaluated:
-        """Sample every task `samples` times by exactly `version`; an update of the weights does not disturb it."""
+    async def evaluate(self, version: PolicyVersion) -> Evaluated | None:
+        """Sample every task `samples` times by exactly `version`; an update of the weights does not disturb it.
+
+        None: the run was asked to end meanwhile.
+        """
         started = time.monotonic()
         samples = self._config.samples
         episodes = [self._episode(version, place, k) for place in range(len(self._tasks)) for k in range(samples)]
-        ended = await asyncio.gather(*episodes)
+        ended: list[Trajectory] = []
+        with suppress(RunStoppedError), self._stop.cancels():
+            ended = await asyncio.gather(*episodes)
+        if not ended:
+            return None
         by_task = [ended[start : start + samples] for start in range(0, len(ended), samples)]
         return self._summary(version, by_task, time.monotonic() - started)
 

@@ -1,0 +1,20 @@
+"""What the history of a run says about starting it again."""
+
+from __future__ import annotations
+
+from fathom.config.run import RunConfig
+from fathom.ledger.events import IncarnationOpened, RunEnded
+from fathom.ledger.reader import LedgerReader
+from fathom.run.history.folder import RunFolder
+
+
+def ended_as_asked(folder: RunFolder, config: RunConfig) -> str:
+    """`steps` or `data` when the newest incarnation had this very config and came to that end. Empty: it goes on."""
+    if not folder.has_history:
+        return ""
+    with LedgerReader(folder.ledger) as reader:
+        opened = reader.latest(IncarnationOpened)
+        ended = reader.latest(RunEnded)
+    if opened is None or ended is None or ended.seq < opened.seq or opened.event.config != config.model_dump_json():
+        return ""
+    return ended.event.reason if ended.event.reason in ("steps", "data") else ""

@@ -1,0 +1,139 @@
+"""What the machine and the engine must offer before a run may start. Loads no model and no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from secrets import token_urlsafe
+
+from fathom.config.families import EngineKind, Tracker
+from fathom.config.rollout import EngineConfig
+from fathom.config.run import RunConfig
+from fathom.core.errors import ConfigError, MissingDependencyError
+from fathom.core.ports.engine import Capabilities
+
+ENGINES = 1
+"""Engines of a run on one machine."""
+_PACKAGES = {Tracker.TENSORBOARD: "tensorboard", Tracker.WANDB: "wandb"}
+_STATE_BYTES_PER_PARAMETER = 3 * 4
+"""Float32 masters and two moments."""
+_SMALLEST_ELEMENT_BYTES = 2
+_SPARE_BYTES = 64 << 20
+
+
+def check_machine(config: RunConfig, weight_bytes: int) -> None:
+    """Look for packages, a free port, the access token, engines and disk space.
+
+    Args:
+        config: validated options.
+        weight_bytes: size of the starting weights.
+
+    Raises:
+        ConfigError: something is missing; the message names the option.
+    """
+    for tracker in config.trackers:
+        if importlib.util.find_spec(_PACKAGES[tracker]) is None:
+            raise MissingDependencyError(f"trackers = ['{tracker}']", _PACKAGES[tracker], tracker.value)
+    if config.sync.min_engines > ENGINES:
+        raise ConfigError(
+            f"sync.min_engines = {config.sync.min_engines}, but a run on one machine has {ENGINES} engine; lower it"
+        )
+    access_token(config.engine)
+    _check_port(config.engine)
+    _check_disk(config, weight_bytes)
+
+
+def access_token(engine: EngineConfig) -> str:
+    """The bearer token of the engine's calls: from the variable that `token_env` names, or a fresh random one.
+
+    Raises:
+        ConfigError: the variable is unset, empty, or holds what no HTTP header can carry.
+    """
+    if engine.token_env is None:
+        return token_urlsafe()
+    token = os.environ.get(engine.token_env, "")
+    if not token:
+        raise ConfigError(
+            f"engine.token_env = {engine.token_env!r}: that environment variable is not set or empty; export it with "
+            "the access token in it, or remove the option"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"engine.token_env = {engine.token_env!r}: that variable holds spaces or characters beyond printable "
+            "ASCII; choose a token without them"
+        )
+    return token
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the file system that holds `folder` or its nearest existing parent.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    existing = folder.absolute()
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        status = os.statvfs(existing)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"runs_dir {str(folder)!r} cannot be used: {error}") from None
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"runs_dir {str(folder)!r} cannot be written: {existing} is no folder of yours; set another")
+    return status.f_bavail * status.f_frsize
+
+
+def check_engine(config: RunConfig, able: Capabilities) -> None:
+    """Compare what the options ask of the engine with what it declares.
+
+    Raises:
+        ConfigError: it lacks something; the message has one line per option.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    needs = (
+        (config.rollout.in_flight in able.in_flight, f"rollout.in_flight = '{config.rollout.in_flight}'"),
+        (config.sync.transport in able.transports, f"sync.transport = '{config.sync.transport}'"),
+        (able.barriers or not config.deterministic, "deterministic = true (its capability `barriers`)"),
+        (able.pinned_versions or config.evaluation is None, "[evaluation] (its capability `pinned_versions`)"),
+        (
+            able.kept_sets or not config.rollout.sampling.params().truncates,
+            "rollout.sampling.top_k, top_p or min_p (its capability `kept_sets`)",
+        ),
+        (able.kv_versions, "staleness.max_kv_staleness (its capability `kv_versions`)"),
+        (able.max_context_tokens >= longest, f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"),
+    )
+    lacking = [option for met, option in needs if not met]
+    if lacking:
+        raise ConfigError(
+            f"the engine (engine.kind = '{config.engine.kind}') cannot do what is asked: {'; '.join(lacking)}; "
+            "change these options, or choose another engine"
+        )
+
+
+def _check_port(engine: EngineConfig) -> None:
+    if engine.kind is not EngineKind.EMBEDDED:
+        return
+    family = socket.AF_INET6 if ":" in engine.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((engine.host, engine.port))
+        except OSError as error:
+            raise ConfigError(
+                f"engine.port = {engine.port} on {engine.host} cannot be used ({error.strerror}); "
+                "choose another, or 0 for any free one"
+            ) from None
+
+
+def _check_disk(config: RunConfig, weight_bytes: int) -> None:
+    """The checkpoints that are kept, and one more while it is written."""
+    one = weight_bytes + weight_bytes // _SMALLEST_ELEMENT_BYTES * _STATE_BYTES_PER_PARAMETER
+    needed = one * (config.checkpoint.keep + 1) + _SPARE_BYTES
+    free = free_bytes(Path(config.runs_dir))
+    if free < needed:
+        raise ConfigError(
+            f"runs_dir {config.runs_dir!r} has {free / 1e9:.2f} GB free, but checkpoints may need "
+            f"{needed / 1e9:.2f} GB; free some space, lower checkpoint.keep, or set runs_dir to another disk"
+        )
