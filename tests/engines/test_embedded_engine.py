@@ -18,9 +18,10 @@ from shelf import Shelf, tiny_folder
 from fathom.config.families import Dtype
 from fathom.core.errors import ConfigError, EngineDeadError, EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId
-from fathom.core.ports.engine import ScoreRequest
-from fathom.core.records.sampling import InFlightMode
+from fathom.core.ports.engine import Barrier, ScoreRequest
+from fathom.core.records.sampling import FinishReason, InFlightMode
 from fathom.rollout.engines.conformance import CASES, Case, Subject
+from fathom.rollout.engines.conformance.subject import Generated
 from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.sync.transports.disk import DiskTransport
@@ -132,6 +133,54 @@ def test_requests_that_make_no_sense_are_refused_and_harm_nobody(bench: Bench) -
     bench.runner.run(run())
 
 
+def test_256_requests_of_one_moment_all_get_their_own(bench: Bench) -> None:
+    async def run() -> None:
+        await bench.subject.serve()
+        requests = [bench.subject.request(prompt=(1 + index % 7, 5), new=4, seed=index) for index in range(256)]
+        together = await asyncio.gather(*map(bench.subject.run, requests))
+        for index in (0, 100, 255):
+            alone = await bench.subject.run(bench.subject.request(prompt=(1 + index % 7, 5), new=4, seed=index))
+            assert together[index].text == alone.text
+        assert len({tuple(done.text) for done in together}) > 100
+
+    bench.runner.run(run())
+
+
+def test_a_request_that_is_refused_fails_alone(bench: Bench) -> None:
+    async def run() -> None:
+        await bench.subject.serve()
+        good = [bench.subject.request(seed=seed) for seed in range(3)]
+        bad = msgspec.structs.replace(bench.subject.request(), prompt_ids=np.array([10_000], np.int32))
+        outcomes = await asyncio.gather(*map(bench.subject.run, [good[0], bad, *good[1:]]), return_exceptions=True)
+        assert [isinstance(outcome, Generated) for outcome in outcomes] == [True, False, True, True]
+        assert isinstance(outcomes[1], EngineRefusedError)
+        twice = bench.subject.request()
+        outcomes = await asyncio.gather(*map(bench.subject.run, [twice, twice]), return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["EngineRefusedError", "Generated"]
+
+    bench.runner.run(run())
+
+
+def test_closing_one_of_many_ends_only_that_one(bench: Bench) -> None:
+    async def run() -> None:
+        await bench.subject.serve()
+        barrier = Barrier(name="never complete", size=3)
+        held = [bench.subject.request(barrier=barrier) for _ in range(2)]
+        closed, kept, plain = (
+            asyncio.create_task(bench.subject.run(request)) for request in [*held, bench.subject.request()]
+        )
+        await plain
+        assert (await bench.engine.status()).queued == 2
+        closed.cancel()
+        async with asyncio.timeout(5):
+            while (await bench.engine.status()).queued != 1:
+                await asyncio.sleep(0.01)
+        await bench.engine.abort(held[1].request_id)
+        assert (await kept).end.finish_reason is FinishReason.ABORTED
+
+    bench.runner.run(run())
+
+
 def test_diverged_weights_fail_requests_and_a_good_version_heals(bench: Bench) -> None:
     async def run() -> None:
         broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in bench.shelf.weights(0).items()}
@@ -203,11 +252,12 @@ def test_bfloat16_from_disk_and_a_killed_engine(folder: Path, tmp_path: Path) ->
             scored = await engine.score(request)
             np.testing.assert_allclose(scored.logprobs, done.logprobs, atol=0.1)
 
-            running = await subject.begin(subject.request(new=150))
+            running = await asyncio.gather(*(subject.begin(subject.request(new=150)) for _ in range(4)))
             os.kill(engine.process.pid, signal.SIGKILL)
             died_s = time.monotonic()
-            with pytest.raises(EngineDeadError, match="exit code -9"):
-                await running.finish()
+            for outcome in await asyncio.gather(*(each.finish() for each in running), return_exceptions=True):
+                assert isinstance(outcome, EngineDeadError)
+                assert "exit code -9" in str(outcome)
             with pytest.raises(EngineDeadError):
                 await engine.health()
             assert time.monotonic() - died_s < 2

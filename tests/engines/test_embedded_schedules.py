@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shelf import Shelf, tiny_folder
 
-from fathom.core.errors import EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest
 from fathom.core.ports.engine import Capabilities, DigestKind, GenerateRequest
@@ -26,6 +25,7 @@ from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import token_logprobs
 from fathom.rollout.engines.conformance.subject import Generated
+from fathom.rollout.engines.embedded.messages import GenerateFailure
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Stream
@@ -97,7 +97,16 @@ class Loop:
             self.scheduler.turn()
         self.live = version.number
 
-    def submit(self, prompt: int, new: int, sampling: int, stop: bool, pinned: bool, priority: int) -> None:
+    def submit(
+        self,
+        prompt: int,
+        new: int,
+        sampling: int,
+        stop: bool,
+        pinned: bool,
+        priority: int,
+        pinned_to: PolicyVersion | None = None,
+    ) -> None:
         number = next(self.names)
         request = GenerateRequest(
             request_id=f"r{number}",
@@ -109,15 +118,15 @@ class Loop:
             priority=priority,
             session_key="s",
             purpose=Purpose.EVALUATION if pinned else Purpose.ROLLOUT,
-            pinned=self.version(self.live) if pinned else None,
+            pinned=pinned_to or (self.version(self.live) if pinned else None),
         )
         stream: Stream = asyncio.Queue()
-        self.scheduler.submit(request, stream)
+        self.scheduler.submit([request], stream)
         self.streams.append((request, stream))
 
     def abort(self, which: int) -> None:
         if self.streams:
-            self.scheduler.abort(self.streams[which % len(self.streams)][0].request_id)
+            self.scheduler.abort([self.streams[which % len(self.streams)][0].request_id])
 
     def finish(self) -> list[Generated]:
         while (status := self.scheduler.status()).running or status.queued:
@@ -235,8 +244,12 @@ def test_a_pinned_version_stays_until_another_is_pinned(shelf: Shelf) -> None:
         assert served(loop, second)
         loop.commit(InFlightMode.CONTINUE)
         assert served(loop, second)
-        with pytest.raises(EngineRefusedError, match="does not hold"):
-            served(loop, first)
+        loop.submit(1, 2, 0, False, True, 0, pinned_to=first)
+        loop.scheduler.turn()
+        ((_, stream),) = loop.streams
+        refused = stream.get_nowait()
+        assert isinstance(refused, GenerateFailure)
+        assert "does not hold" in refused.failure.reason
 
 
 def test_kv_is_never_newer_than_its_token_even_when_numbers_go_back(shelf: Shelf) -> None:
@@ -252,9 +265,5 @@ def test_kv_is_never_newer_than_its_token_even_when_numbers_go_back(shelf: Shelf
 
 
 def served(loop: Loop, pinned: PolicyVersion) -> bool:
-    live, loop.live = loop.live, pinned.number
-    try:
-        loop.submit(1, 2, 0, False, True, 0)
-    finally:
-        loop.live = live
+    loop.submit(1, 2, 0, False, True, 0, pinned_to=pinned)
     return set(loop.finish()[-1].policy_version.tolist()) == {pinned.number}

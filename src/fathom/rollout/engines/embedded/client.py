@@ -36,9 +36,9 @@ from fathom.rollout.engines.embedded.messages import (
     RollbackCall,
     StageCall,
     StatusCall,
-    Streamed,
     VerifyCall,
 )
+from fathom.rollout.engines.embedded.multiplexer import Multiplexer
 from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -61,6 +61,7 @@ class EmbeddedEngine:
             timeout=None,  # every call has a deadline of its own, set where it is made
             trust_env=False,
         )
+        self._multiplexer = Multiplexer(self._http, self._abort)
 
     @classmethod
     async def launch(cls, spec: EmbeddedSpec) -> Self:
@@ -83,30 +84,22 @@ class EmbeddedEngine:
         return self._process
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """See `Engine.generate`."""
+        """See `Engine.generate`. Requests of the same moment travel together; each has its own deadline and end."""
         deadline = _Deadline("generate", self._spec.request_timeout_s)
-        reader = FrameReader(Streamed)
-        async with self._boundary(deadline):
-            pending = self._http.build_request("POST", "/generate", content=frame(request))
-            response = await self._http.send(pending, stream=True)
+        generation = self._multiplexer.start(request)
         try:
-            data = response.aiter_raw()
             while True:
                 async with self._boundary(deadline):
-                    received = await anext(data, None)
-                    if received is None:
-                        raise EngineError(self.id, f"the stream of {request.request_id} broke off before its end")
-                    chunks = [self._checked(record) for record in reader.feed(received)]
-                for chunk in chunks:
-                    yield chunk
-                    if chunk.end is not None:
-                        return
+                    chunk: GenerateChunk = self._checked(await generation.next())
+                yield chunk
+                if chunk.end is not None:
+                    return
         finally:
-            await response.aclose()
+            self._multiplexer.leave(generation)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
-        await self._call("abort", AbortCall(request_id=request_id), Done, self._spec.call_timeout_s)
+        await self._abort((request_id,))
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """See `Engine.score`."""
@@ -142,7 +135,11 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """See `Engine.close`."""
         await self._process.close()
+        await self._multiplexer.close()
         await self._http.aclose()
+
+    async def _abort(self, request_ids: tuple[str, ...]) -> None:
+        await self._call("abort", AbortCall(request_ids=request_ids), Done, self._spec.call_timeout_s)
 
     async def _call(self, name: str, call: msgspec.Struct, kind: type[Answer], timeout_s: float) -> Answer:
         async with self._boundary(_Deadline(name, timeout_s)):
@@ -183,7 +180,7 @@ class _Deadline:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about a full table of open files: one connection per call in flight is by design."""
+    """What to do about a full table of open files: no limit on connections is by design."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:

@@ -11,7 +11,7 @@ import msgspec
 
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import Capabilities, GenerateChunk
+from fathom.core.ports.engine import Capabilities, GenerateChunk, GenerateRequest
 from fathom.core.records.sampling import InFlightMode
 
 
@@ -33,11 +33,37 @@ class Failure(msgspec.Struct, frozen=True, tag="engine_failure.1"):
     """What happened and what to do next."""
 
 
-class AbortCall(msgspec.Struct, frozen=True, tag="abort_call.1"):
-    """End a generation early."""
+class GenerateCall(msgspec.Struct, frozen=True, tag="generate_call.1"):
+    """Start generations. They share the way, nothing else: each is refused, fails and ends by itself.
+
+    Answered by a stream of `StreamFrame`, over when every one of them has ended.
+    """
+
+    requests: tuple[GenerateRequest, ...]
+    """Which ones; no id twice."""
+
+
+class GenerateFailure(msgspec.Struct, frozen=True, tag="generate_failure.1"):
+    """The last that is heard of one generation of a call."""
 
     request_id: str
     """Which one."""
+    failure: Failure
+    """Why there is no further chunk of it."""
+
+
+class StreamFrame(msgspec.Struct, frozen=True, tag="stream_frame.1"):
+    """What was ready at one moment, of any of the generations of a call."""
+
+    parts: tuple[GenerateChunk | GenerateFailure, ...]
+    """In order; each names its request."""
+
+
+class AbortCall(msgspec.Struct, frozen=True, tag="abort_call.1"):
+    """End generations early."""
+
+    request_ids: tuple[str, ...]
+    """Which ones."""
 
 
 class StageCall(msgspec.Struct, frozen=True, tag="stage_call.1"):
@@ -118,4 +144,4 @@ class CannotStartLine(msgspec.Struct, frozen=True, tag="engine_cannot_start.1"):
 
 
 StartLine = ReadyLine | CannotStartLine
-Streamed = GenerateChunk | Failure
+Streamed = GenerateChunk | GenerateFailure

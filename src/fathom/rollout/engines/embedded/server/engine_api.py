@@ -7,7 +7,6 @@ import hmac
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeVar, final
 
 import msgspec
@@ -22,7 +21,6 @@ from fathom.core.ports.engine import (
     CommitReport,
     DigestKind,
     EngineStatus,
-    GenerateRequest,
     ScoreRequest,
     ScoreResult,
     StageReport,
@@ -35,6 +33,7 @@ from fathom.rollout.engines.embedded.messages import (
     Done,
     Failure,
     FailureKind,
+    GenerateCall,
     RollbackCall,
     StageCall,
     StatusCall,
@@ -42,12 +41,12 @@ from fathom.rollout.engines.embedded.messages import (
 )
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
+from fathom.rollout.engines.embedded.server.streaming import FRAMES, Streaming
 from fathom.sync.digest import digest, wrong_tensors
 from fathom.sync.transports.receive import receive
 
 T = TypeVar("T")
 Call = TypeVar("Call", bound=msgspec.Struct)
-FRAMES = "application/x-fathom-frames"
 
 
 @final
@@ -76,15 +75,15 @@ class EngineApi:
     async def _generate(self, http: Request) -> ASGIApp:
         stream: Stream = asyncio.Queue()
         try:
-            request = _read(GenerateRequest, await http.body())
-            await self._on_loop(lambda: self._scheduler.submit(request, stream))
+            call = _read(GenerateCall, await http.body())
+            await self._on_loop(lambda: self._scheduler.submit(call.requests, stream))
         except FathomError as error:
             return _failed(error)
         scheduler = self._scheduler
-        return _Streaming(stream=stream, abort=lambda: scheduler.call(lambda: scheduler.abort(request.request_id)))
+        return Streaming(stream, len(call.requests), lambda: scheduler.call(lambda: scheduler.abandon(stream)))
 
     async def _abort(self, call: AbortCall) -> Done:
-        await self._on_loop(lambda: self._scheduler.abort(call.request_id))
+        await self._on_loop(lambda: self._scheduler.abort(call.request_ids))
         return Done()
 
     async def _score(self, request: ScoreRequest) -> ScoreResult:
@@ -156,33 +155,6 @@ class _Guarded:
             await Response(frame(refused), 401, media_type=FRAMES)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class _Streaming:
-    """Sends a generation's chunks as they come; a client that goes away aborts it."""
-
-    stream: Stream
-    abort: Callable[[], object]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(self._watch(receive))
-        try:
-            headers = [(b"content-type", FRAMES.encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            more = True
-            while more and (chunk := await self.stream.get()) is not None:
-                more = not isinstance(chunk, Failure) and chunk.end is None
-                await send({"type": "http.response.body", "body": frame(chunk), "more_body": more})
-        finally:
-            gone.cancel()
-            self.abort()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.stream.put_nowait(None)
 
 
 def _route(path: str, kind: type[Call], answer: Callable[[Call], Awaitable[msgspec.Struct]]) -> Route:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar, final
@@ -28,7 +28,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.admission_queue import AdmissionQueue
-from fathom.rollout.engines.embedded.messages import Streamed
+from fathom.rollout.engines.embedded.messages import Failure, FailureKind, GenerateFailure, Streamed
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
@@ -78,17 +78,17 @@ class Scheduler:
         """Serve for ever. An exception from the model ends the process: its state cannot be trusted."""
         with torch.inference_mode():
             while True:
-                self.turn(wait=not self._decoder.jobs and not self._scores)
+                if not self.turn():
+                    self._calls.get()()
 
-    def turn(self, wait: bool = False) -> None:
-        """Answer calls (`wait`: until there is one), then one step of everything that runs."""
-        if wait:
-            self._calls.get()()
+    def turn(self) -> bool:
+        """Answer calls, then one step of everything that runs. False: nothing did, so only a call can change that."""
         while not self._calls.empty():
             self._calls.get()()
         self._finish_drain()
         while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
             self._decoder.start(job, self._weights.live)
+        busy = bool(self._decoder.jobs or self._scores)
         for slot in self._decoder.prefill(self._weights.live):
             self._end(slot)
         for slot in self._decoder.decode(self._weights.live):
@@ -96,6 +96,7 @@ class Scheduler:
         if self._scores:
             self._answer_score(*self._scores.pop(0))
         self._flush()
+        return busy
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the loop's thread at the next token boundary. The only method for other threads."""
@@ -114,8 +115,16 @@ class Scheduler:
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, stream: Stream) -> None:
-        """Queue a generation; everything further arrives in `stream`. Raises `EngineRefusedError`."""
+    def submit(self, requests: Iterable[GenerateRequest], stream: Stream) -> None:
+        """Queue generations. Everything further arrives in `stream`, refusals of single ones included."""
+        for request in requests:
+            try:
+                self._submit(request, stream)
+            except EngineRefusedError as error:
+                failure = Failure(kind=FailureKind.REFUSED, reason=error.reason)
+                self._outgoing.append((stream, GenerateFailure(request_id=request.request_id, failure=failure)))
+
+    def _submit(self, request: GenerateRequest, stream: Stream) -> None:
         self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._decoder.vocab_size))
         if request.request_id in self._seen:
@@ -128,16 +137,13 @@ class Scheduler:
         self._jobs[request.request_id] = job
         self._waiting.push(job)
 
-    def abort(self, request_id: str) -> None:
-        """End a generation with what it has. Unknown and ended ones are ignored."""
-        job = self._jobs.get(request_id)
-        if job is None:
-            return
-        for slot, running in self._decoder.jobs.items():
-            if running is job:
-                self._end(slot, aborted=True)
-                return
-        self._send_last(job, self._decoder.finish_waiting(job))
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End generations with what they have. Unknown and ended ones are ignored."""
+        self._abort([self._jobs[request_id] for request_id in request_ids if request_id in self._jobs])
+
+    def abandon(self, stream: Stream) -> None:
+        """Nobody reads `stream` any more: end its generations."""
+        self._abort([job for job in self._jobs.values() if job.stream is stream])
 
     def score(self, request: ScoreRequest) -> Future[ScoreResult]:
         """Queue a scoring; it is computed between two decode steps. Raises `EngineRefusedError`."""
@@ -215,6 +221,15 @@ class Scheduler:
             queued=len(self._jobs) - running,
             capabilities=self._capabilities,
         )
+
+    def _abort(self, jobs: Iterable[Job]) -> None:
+        slots = {job.request.request_id: slot for slot, job in self._decoder.jobs.items()}
+        for job in jobs:
+            slot = slots.get(job.request.request_id)
+            if slot is None:
+                self._send_last(job, self._decoder.finish_waiting(job))
+            else:
+                self._end(slot, aborted=True)
 
     # The loop ------------------------------------------------------------------------------------------------------
 
