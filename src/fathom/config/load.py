@@ -30,7 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return parse_config(tree, str(path))
 
 
@@ -61,7 +61,8 @@ def option_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list
     return names
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set what `key=value` says in a tree of plain values. Raises ConfigError when it says nothing."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"override {override!r} is not of the form key=value, e.g. trainer.steps=50")

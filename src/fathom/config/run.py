@@ -81,7 +81,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Its name; the run's folder is `runs_dir/name-...`."""
-    runs_dir: str = "runs"
+    runs_dir: str = Field(default="runs", pattern=r"^[^\x00]+$")
     """Where runs are kept."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of everything random."""

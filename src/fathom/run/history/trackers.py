@@ -81,10 +81,11 @@ class TrackerFeed:
     Whatever the sink does, hanging included, is its thread's business alone. One that raises is fed no more.
     """
 
-    def __init__(self, ledger: Path, open_sink: Callable[[], Sink]) -> None:
-        """Begin to follow."""
+    def __init__(self, ledger: Path, open_sink: Callable[[], Sink], *, close_s: float = _CLOSE_S) -> None:
+        """Begin to follow. `close_s` bounds what `close` waits."""
         self._ledger = ledger
         self._open_sink = open_sink
+        self._close_s = close_s
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._feed, name="tracker", daemon=True)
         self._thread.start()
@@ -92,7 +93,7 @@ class TrackerFeed:
     def close(self) -> None:
         """Feed what is left, for at most a few seconds."""
         self._ending.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(self._close_s)
         if self._thread.is_alive():
             logging.getLogger(__name__).warning("a tracker hangs and is left behind; its last numbers may be missing")
 

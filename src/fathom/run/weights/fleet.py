@@ -74,7 +74,6 @@ class Fleet:
             try:
                 await self._engines[name].health()
             except EngineError as error:
-                self._recorder.fault(name, error)
                 self.publisher.fence(name, error.reason)
         if not self.publisher.fenced:
             return False
@@ -84,12 +83,13 @@ class Fleet:
     async def recover(self) -> None:
         """Replace every fenced engine and reload it. Raises NoProgressError when that was needed too often."""
         async with self._recovering:
-            for name in list(self.publisher.fenced):
+            for name, reason in self.publisher.fenced.items():
+                self._recorder.fault(name, EngineError(name, reason))
                 self._replacements += 1
                 if self._replacements > _MAX_REPLACEMENTS * len(self._names):
                     raise NoProgressError(
-                        f"{self._replacements - 1} engines had to be replaced, the last for: "
-                        f"{self.publisher.fenced[name]}; see their logs in the run's folder"
+                        f"{self._replacements - 1} engines had to be replaced, the last for: {reason}; see their logs "
+                        "in the run's folder"
                     )
                 await self._engines[name].close()
                 try:

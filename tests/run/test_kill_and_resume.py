@@ -1,0 +1,124 @@
+"""`kill -9` of the whole process tree: the run goes on, nothing is lost, and nothing is trained twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from small_runs import (
+    DETERMINISTIC,
+    SCRIPTED,
+    RunProcess,
+    digests,
+    engine_below,
+    incarnations,
+    require_sound,
+    small_config,
+)
+
+from fathom import Run
+from fathom.config.run import RunConfig
+from fathom.ledger.events import CheckpointSaved, Event, FaultSeen, StepTaken, TrajectoryEnded
+from fathom.ledger.reader import LedgerReader
+
+EMBEDDED = "engine.kind=embedded"
+ENGINES = [SCRIPTED, pytest.param(EMBEDDED, marks=pytest.mark.slow)]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def killed_at(config: RunConfig, moments: list[tuple[type[Event], int]]) -> Path:
+    """A run that was killed, and resumed, at each of these moments."""
+    run: Path | None = None
+    for moment in moments:
+        process = RunProcess(config, run, kill_after=moment)
+        assert process.wait() == -signal.SIGKILL
+        run = process.run
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_run_equals_one_that_was_not(tmp_path: Path, engine: str) -> None:
+    whole = Run(small_config(tmp_path / "whole", engine, *DETERMINISTIC)).start()
+    assert whole.reason == "steps"
+    expected = digests(whole.folder)
+    assert len(set(expected.values())) == 6
+
+    config = small_config(tmp_path / "killed", engine, *DETERMINISTIC)
+    run = killed_at(config, [(StepTaken, 3), (TrajectoryEnded, 10), (CheckpointSaved, 1)])
+    assert Run.resume(run).start().reason == "steps"
+    assert incarnations(run) == 4
+    assert digests(run) == expected
+    require_sound(run)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_transport_changes_no_bit(tmp_path: Path, engine: str) -> None:
+    steps = ("trainer.steps=4", *DETERMINISTIC, engine)
+    ways = {way: Run(small_config(tmp_path, f"sync.transport={way}", *steps)).start() for way in ("shared", "disk")}
+    shared, disk = (digests(result.folder) for result in ways.values())
+    assert shared == disk
+    assert len(set(shared.values())) == 4
+
+
+def test_an_asynchronous_run_survives_three_moments(tmp_path: Path) -> None:
+    config = small_config(tmp_path, SCRIPTED, "staleness.max_staleness=2")
+    run = killed_at(config, [(StepTaken, 2), (TrajectoryEnded, 9), (StepTaken, 1)])
+    assert Run.resume(run).start().reason == "steps"
+    assert incarnations(run) == 4
+    assert len(digests(run)) == 6
+    require_sound(run)
+    assert not orphaned_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_an_asynchronous_run_survives_twenty_moments(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "trainer.steps=60", "staleness.max_staleness=2")
+    began = time.monotonic()
+    whole = RunProcess(config)
+    assert whole.wait() == 0
+    lasted_s = time.monotonic() - began
+
+    moments = random.Random(0)
+    run: Path | None = None
+    kills = 0
+    while kills < 20:
+        process = RunProcess(config, run, kill_after_s=moments.uniform(0.1, lasted_s))
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+        run = None if code == 0 else process.run
+        if process.run is not None and any((process.run / "ledger").glob("ledger.sqlite")):
+            require_sound(process.run)
+    while run is not None and (process := RunProcess(config, run)):
+        assert process.wait() == 0
+        require_sound(run)
+        assert len(digests(run)) == 60
+        run = None
+    assert not orphaned_weights()
+
+
+def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
+    process = RunProcess(small_config(tmp_path, "trainer.steps=40", "staleness.max_staleness=2"))
+    run = process.wait_for(StepTaken)
+    assert process.process.pid is not None
+    engine = engine_below(process.process.pid)
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
+    assert process.wait() == 0
+    with LedgerReader(run / "ledger") as reader:
+        faults = [entry.event for entry in reader.events(FaultSeen)]
+    assert any("-9" in fault.detail for fault in faults)
+    assert len(digests(run)) == 40
+    require_sound(run)
+
+
+def orphaned_weights() -> list[Path]:
+    """Published weights whose owner is dead. Another run's start would have removed them."""
+    found = SHARED_MEMORY.glob("fathom-weights-*")
+    return [path for path in found if not Path(f"/proc/{path.name.split('-')[2]}").exists()]
