@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 from small_runs import SCRIPTED, RunProcess, digests, incarnations, require_sound, small_config
 
 from fathom import Run
-from fathom.core.errors import NoProgressError
-from fathom.ledger.events import GroupDequeued, OccurrenceClosed, RunEnded, StepTaken
+from fathom.core.errors import CheckpointError, ConfigError, NoProgressError
+from fathom.ledger.events import GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 
 ENDLESS = "trainer.steps=100000"
@@ -102,6 +103,39 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     require_sound(first.folder)
 
 
+@pytest.mark.parametrize("name", ["state.msgpack", "trainer/trainer.json", "trainer/model/model.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(tmp_path: Path, name: str) -> None:
+    run = Run(small_config(tmp_path, SCRIPTED, "trainer.steps=4")).start().folder
+    edit(run, '"steps": 4', '"steps": 5')
+    before, newest = sorted((run / "checkpoints").iterdir())
+    (newest / name).write_bytes(b"\xc1")
+    with pytest.raises(CheckpointError, match=newest.name):
+        Run.resume(run).start()
+    shutil.rmtree(newest)
+    assert Run.resume(run).start().reason == "steps"
+    assert len(digests(run)) == 5
+    with LedgerReader(run / "ledger") as reader:
+        opened = reader.latest(IncarnationOpened)
+    assert opened is not None
+    assert f"step-{opened.event.start_step:06d}" == before.name
+    require_sound(run)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"name": "small"', '"seed": 3, "name": "small"', "order"),
+        ('"kind": "digits:Digits"', '"kind": "digits:Digits", "options": {"train": 7}', "order"),
+        ('"lr": 0.001', '"lr": -1', "greater than 0"),
+    ],
+)
+def test_an_edit_that_cannot_be_gone_on_with_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    run = Run(small_config(tmp_path, SCRIPTED, "trainer.steps=2")).start().folder
+    edit(run, old, new)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        Run.resume(run).start()
+
+
 def reason(run: Path) -> str:
     with LedgerReader(run / "ledger") as reader:
         ended = reader.latest(RunEnded)
@@ -112,7 +146,7 @@ def reason(run: Path) -> str:
 def edit(run: Path, old: str, new: str) -> None:
     """Change a line of the run's config, as a person does."""
     lines = (run / "config.json").read_text().splitlines()
-    (place,) = (place for place, line in enumerate(lines) if old in line and "warm" not in line)
+    (place,) = (place for place, line in enumerate(lines) if old in line)
     comma = "," if lines[place].endswith(",") else ""
     lines[place] = new + comma
     (run / "config.json").write_text("\n".join(lines))

@@ -27,7 +27,7 @@ class RunResult:
     """How a run ended."""
 
     folder: Path
-    """Its folder: ledger, checkpoints, logs. `fathom show` reads it."""
+    """Its folder: ledger, checkpoints, logs. `fathom show` reads it. Gone when it was stopped before it recorded."""
     reason: str
     """`steps`, `data` or `stopped`."""
     exit_code: int

@@ -32,6 +32,9 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 _REFRESH_PER_S = 4
 
+_Line = str | tuple[str, str]
+"""Text, or text and its style. What others wrote is in it, so it is never read as markup."""
+
 
 @final
 class Progress:
@@ -67,9 +70,9 @@ class Progress:
         if self._live is not None:
             self._live.update(self._panel())
         if line:
-            self._console.print(line, highlight=False)
+            self._console.print(Text.assemble(line), highlight=False)
 
-    def _take(self, event: Event) -> str:
+    def _take(self, event: Event) -> _Line:
         """Remember what the panel shows; returns a line to print above it, or nothing."""
         match event:
             case IncarnationOpened():
@@ -98,9 +101,9 @@ class Progress:
                     f"[{event.low:.1%}, {event.high:.1%}] on {event.tasks} held-out tasks ({event.seconds:.1f} s)"
                 )
             case FaultSeen():
-                return f"[red]fault in {event.component}[/]: {event.kind}: {event.detail.splitlines()[0]}"
+                return f"fault in {event.component}: {event.kind}: {(event.detail.splitlines() or [''])[0]}", "red"
             case PublicationCancelled():
-                return f"[red]{event.version.name} was not delivered[/]: {event.reason}"
+                return f"{event.version.name} was not delivered: {event.reason}", "red"
             case RunEnded():
                 return f"ended: {event.reason} (checkpoint at step {event.step})"
             case _:

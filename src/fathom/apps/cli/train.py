@@ -47,5 +47,6 @@ def _start(run: Run, dry_run: bool) -> None:
         return
     with Progress(console, run.resolved.config.trainer.steps) as progress:
         result = run.start([progress])
-    console.print(f"{result.folder}\nlook at it with: fathom show {result.folder}", highlight=False)
+    if result.folder.is_dir():  # a run that was stopped before it recorded anything leaves none
+        console.print(f"{result.folder}\nlook at it with: fathom show {result.folder}", highlight=False)
     raise typer.Exit(result.exit_code)

@@ -62,7 +62,10 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int)
     except Exception as error:  # noqa: BLE001  # user code may fail in any way; the run turns the text into an error
         control.sendall(describe(error).encode(errors="replace"))
         return
-    control.sendall(READY)
+    try:
+        control.sendall(READY)
+    except BrokenPipeError:  # the run gave up while this started
+        return
     workers: dict[int, int] = {}
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
