@@ -12,9 +12,11 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fathom.apps.cli.main import app
+from fathom.bench.workloads import WORKLOADS
 from fathom.config.load import option_names
 
 OPTIONS = set(option_names())
+BENCH_OPTIONS = {name: set(workload.options.model_fields) for name, workload in WORKLOADS.items()}
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)*)=.+")
 
 
@@ -41,7 +43,8 @@ def check(words: list[str]) -> None:
             assert word in flags or word == "--help", f"{' '.join(words)}: there is no option {word}"
         if override := OVERRIDE.fullmatch(word):
             name = override[1]
-            assert name in OPTIONS or name.startswith("task.options."), f"{' '.join(words)}: there is no option {name}"
+            known = BENCH_OPTIONS[words[2]] if words[1] == "bench" else OPTIONS
+            assert name in known or name.startswith("task.options."), f"{' '.join(words)}: there is no option {name}"
         if word.startswith("recipes/"):
             assert (ROOT / word).is_file(), f"{' '.join(words)}: there is no file {word}"
 
@@ -58,7 +61,13 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["fathom fly", "fathom show RUN --jason", "fathom train x.toml trainer.stps=3", "fathom train recipes/x.toml"],
+    [
+        "fathom fly",
+        "fathom show RUN --jason",
+        "fathom train x.toml trainer.stps=3",
+        "fathom bench sync steps=3",
+        "fathom train recipes/x.toml",
+    ],
 )
 def test_what_does_not_exist_is_found(line: str) -> None:
     with pytest.raises(AssertionError, match="there is no"):

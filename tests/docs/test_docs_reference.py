@@ -8,6 +8,7 @@ import pytest
 from markdown_pages import ROOT
 
 from fathom.apps.reference import PAGES
+from fathom.bench.workloads import WORKLOADS
 from fathom.config.load import option_names
 from fathom.envs.registry import BUILT_IN
 
@@ -24,6 +25,7 @@ def test_every_option_is_on_the_page() -> None:
     page = PAGES["options"]()
     assert not [name for name in option_names() if f"| `{name}` |" not in page]
     assert not [kind for kind in BUILT_IN if f'`task.kind = "{kind}"`' not in page]
+    assert not [name for name in WORKLOADS if f"`fathom bench {name}`" not in page]
 
 
 def test_sections_show_their_own_defaults() -> None:

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from fathom.apps.cli.main import app
+from fathom.bench.workloads import WORKLOADS
 from fathom.config.run import RunConfig
 from fathom.envs.registry import BUILT_IN
 
@@ -39,21 +40,31 @@ They stand under `[task.options]`. A task of one's own declares its options itse
 ([how](../how-to/own-task.md)).
 """
 
+_BENCHES_HEAD = """\
+## Options of the benches
+
+They are given on the command line: `fathom bench pipeline steps=24`.
+"""
+
 _CLI_HEAD = """\
 # Command line
 
 Made from the commands by `python -m fathom.apps.reference cli`; do not edit it.
 
-Exit codes: 0 done; 1 failed (for `audit`: a contract is broken); 2 the input is wrong and nothing was started; 130 and
-143 the run was asked to end by SIGINT or SIGTERM.
+Exit codes: 0 done; 1 failed (`audit`: a contract is broken; `bench`: a required target was missed; `doctor`: this
+machine cannot run Fathom); 2 the input is wrong and nothing was started; 130 and 143 the run was asked to end by
+SIGINT or SIGTERM. Options written `KEY=VALUE` are [listed apart](options.md).
 """
 
 
 def options_page() -> str:
     """`docs/reference/options.md`."""
     sections = "".join(_section(RunConfig, "", None))
-    tasks = "".join(_task(kind, model) for kind, (model, _) in BUILT_IN.items())
-    return f"{_OPTIONS_HEAD}\n{sections}{_TASKS_HEAD}\n{tasks}".rstrip() + "\n"
+    tasks = "".join(_owned(f'task.kind = "{kind}"', model.__doc__, model) for kind, (model, _) in BUILT_IN.items())
+    benches = "".join(
+        _owned(f"fathom bench {name}", workload.about, workload.options) for name, workload in WORKLOADS.items()
+    )
+    return f"{_OPTIONS_HEAD}\n{sections}{_TASKS_HEAD}\n{tasks}{_BENCHES_HEAD}\n{benches}".rstrip() + "\n"
 
 
 def cli_page() -> str:
@@ -80,9 +91,10 @@ def _section(section: type[BaseModel], name: str, default: Any) -> Iterator[str]
         yield from _section(model, f"{name}.{key}" if name else key, inner)
 
 
-def _task(kind: str, model: type[BaseModel]) -> str:
+def _owned(owner: str, about: str | None, model: type[BaseModel]) -> str:
+    """The options that a task or a bench declares for itself."""
     rows = "".join(_row(key, field, field.default) for key, field in model.model_fields.items())
-    head = f'### `task.kind = "{kind}"`\n\n{_one_line(model.__doc__ or "")}\n\n'
+    head = f"### `{owner}`\n\n{_one_line(about or '')}\n\n"
     return f"{head}| option | type | default | |\n|---|---|---|---|\n{rows}\n"
 
 
@@ -150,7 +162,8 @@ def _command(command: TyperCommand, name: str) -> str:
     usage = " ".join(
         [name, *(p.metavar or str(p.name).upper() for p in arguments), *(["[OPTIONS]"] if options else [])]
     )
-    lines = [f"## `{name}`\n", f"    {usage}\n", f"{_one_line(command.help or '')}\n"]
+    about = (command.help or "").split("\n\n")[0]
+    lines = [f"## `{name}`\n", f"    {usage}\n", f"{_one_line(about)}\n"]
     if command.params:
         lines.append("| | |\n|---|---|")
         lines += [f"| `{p.metavar or str(p.name).upper()}` | {_one_line(_help(p))} |" for p in arguments]
