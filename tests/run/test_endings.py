@@ -124,8 +124,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"name": "small"', '"seed": 3, "name": "small"', "order"),
-        ('"kind": "digits:Digits"', '"kind": "digits:Digits", "options": {"train": 7}', "order"),
+        ('"name": "small"', '"seed": 3, "name": "small"', "the data changed"),
+        ('"kind": "digits:Digits"', '"kind": "digits:Digits", "options": {"train": 7}', "the data changed"),
         ('"lr": 0.001', '"lr": -1', "greater than 0"),
     ],
 )

@@ -22,7 +22,7 @@ from small_runs import (
 
 from fathom import Run
 from fathom.config.run import RunConfig
-from fathom.ledger.events import CheckpointSaved, Event, FaultSeen, StepTaken, TrajectoryEnded
+from fathom.ledger.events import CheckpointSaved, Evaluated, Event, FaultSeen, StepTaken, TrajectoryEnded
 from fathom.ledger.reader import LedgerReader
 from fathom.run.history.folder import RunFolder
 
@@ -105,16 +105,33 @@ def test_an_asynchronous_run_survives_twenty_moments(tmp_path: Path) -> None:
 def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     process = RunProcess(small_config(tmp_path, "trainer.steps=40", "staleness.max_staleness=2"))
     run = process.wait_for(StepTaken)
-    assert process.process.pid is not None
-    engine = engine_below(process.process.pid)
-    assert engine is not None
-    os.kill(engine, signal.SIGKILL)
+    kill_engine(process)
     assert process.wait() == 0
     with LedgerReader(run / "ledger") as reader:
         faults = [entry.event for entry in reader.events(FaultSeen)]
     assert any("-9" in fault.detail for fault in faults)
     assert len(digests(run)) == 40
     require_sound(run)
+
+
+@pytest.mark.slow
+def test_an_engine_killed_within_an_evaluation_costs_no_sample(tmp_path: Path) -> None:
+    evaluation = "evaluation.every_steps=1", "evaluation.tasks=20", "evaluation.samples=100"
+    process = RunProcess(small_config(tmp_path, "trainer.steps=2", *evaluation))
+    run = process.wait_for(StepTaken)
+    time.sleep(0.3)  # the evaluation that follows the step takes seconds
+    kill_engine(process)
+    assert process.wait(within_s=120.0) == 0
+    with LedgerReader(run / "ledger") as reader:
+        assert [entry.event.ungraded for entry in reader.events(Evaluated)] == [0, 0, 0]
+        assert any("-9" in entry.event.detail for entry in reader.events(FaultSeen))
+
+
+def kill_engine(process: RunProcess) -> None:
+    assert process.process.pid is not None
+    engine = engine_below(process.process.pid)
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
 
 
 def orphaned_weights() -> list[Path]:

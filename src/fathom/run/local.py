@@ -127,7 +127,7 @@ async def _run(
                 fleet=fleet,
                 recorder=recorder,
                 checkpoints=checkpoints,
-                evaluator=_evaluator(resolved, runner, stop),
+                evaluator=_evaluator(resolved, runner, stop, fleet),
                 stop=stop,
             )
         )
@@ -285,7 +285,7 @@ def _buffer(resolved: Resolved, incarnation: int) -> GroupBuffer:
     )
 
 
-def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop) -> Evaluator | None:
+def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop, fleet: Fleet) -> Evaluator | None:
     config = resolved.config
     if config.evaluation is None:
         return None
@@ -297,4 +297,5 @@ def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop) -> Evaluat
         concurrency=config.rollout.max_in_flight,
         seed=config.seed,
         stop=stop,
+        recover=fleet.look,
     )

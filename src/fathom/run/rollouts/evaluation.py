@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -16,7 +16,7 @@ from fathom.core.errors import RunStoppedError
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion
 from fathom.core.ports.environment import Task
 from fathom.core.records.sampling import Purpose, SamplingParams
-from fathom.core.records.trajectory import Graded, Trajectory
+from fathom.core.records.trajectory import Graded, Trajectory, TrajectoryStatus
 from fathom.ledger.events import Evaluated
 from fathom.rollout.episode import EpisodePlan, EpisodeRunner
 from fathom.run.rollouts.seeds import request_seed
@@ -24,6 +24,8 @@ from fathom.run.stop import Stop
 
 PASSING_REWARD = 1.0
 """A sample passes when its reward is at least this."""
+_ATTEMPTS = 3
+"""Attempts at a sample before it is ungraded."""
 _EVALUATION_STREAM = 1 << 32
 """Keeps evaluation seeds apart from those of rollouts."""
 
@@ -42,7 +44,9 @@ class Evaluator:
         concurrency: int,
         seed: int,
         stop: Stop,
+        recover: Callable[[], Awaitable[object]],
     ) -> None:
+        """`recover` looks after the engines once; a sample that one of them failed is taken again afterwards."""
         self._config = config
         self._runner = runner
         self._tasks = tasks
@@ -50,6 +54,7 @@ class Evaluator:
         self._slots = asyncio.Semaphore(concurrency)
         self._seed = seed
         self._stop = stop
+        self._recover = recover
 
     async def evaluate(self, version: PolicyVersion) -> Evaluated | None:
         """Sample every task `samples` times by exactly `version`; an update of the weights does not disturb it.
@@ -68,12 +73,24 @@ class Evaluator:
         return self._summary(version, by_task, time.monotonic() - started)
 
     async def _episode(self, version: PolicyVersion, place: int, sample: int) -> Trajectory:
+        """One sample; after an infrastructure failure another attempt with the same seed, so that it stays paired."""
+        async with self._slots:
+            ended = await self._runner.run(self._plan(version, place, sample, 0))
+        for attempt in range(1, _ATTEMPTS):
+            if ended.header.status is not TrajectoryStatus.FAILED:
+                break
+            await self._recover()
+            async with self._slots:
+                ended = await self._runner.run(self._plan(version, place, sample, attempt))
+        return ended
+
+    def _plan(self, version: PolicyVersion, place: int, sample: int, attempt: int) -> EpisodePlan:
         task, prompt_ids = self._tasks[place]
-        plan = EpisodePlan(
-            group=GroupId(f"eval/{version.name}/{place}"),
+        return EpisodePlan(
+            group=GroupId(f"eval/{version.name}/{place}/a{attempt}"),
             member=sample,
             occurrence=Occurrence(epoch=0, index=place),
-            attempt=0,
+            attempt=attempt,
             task=task,
             prompt_ids=prompt_ids,
             sampling=SamplingParams(temperature=self._config.temperature),
@@ -84,8 +101,6 @@ class Evaluator:
             pinned=version,
             barrier=None,
         )
-        async with self._slots:
-            return await self._runner.run(plan)
 
     def _summary(self, version: PolicyVersion, by_task: list[list[Trajectory]], seconds: float) -> Evaluated:
         rewards = [[t.header.reward.total for t in task if isinstance(t.header.reward, Graded)] for task in by_task]
