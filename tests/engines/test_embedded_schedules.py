@@ -25,7 +25,7 @@ from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import token_logprobs
 from fathom.rollout.engines.conformance.subject import Generated
-from fathom.rollout.engines.embedded.messages import GenerateFailure
+from fathom.rollout.engines.embedded.messages import RequestFailure
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Stream
@@ -248,7 +248,7 @@ def test_a_pinned_version_stays_until_another_is_pinned(shelf: Shelf) -> None:
         loop.scheduler.turn()
         ((_, stream),) = loop.streams
         refused = stream.get_nowait()
-        assert isinstance(refused, GenerateFailure)
+        assert isinstance(refused, RequestFailure)
         assert "does not hold" in refused.failure.reason
 
 

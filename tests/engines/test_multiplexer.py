@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 
 from fathom.core.errors import RecordError
-from fathom.core.ids import EngineId
-from fathom.core.ports.engine import GenerateChunk, GenerateEnd, GenerateRequest
+from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.ports.engine import GenerateChunk, GenerateEnd, GenerateRequest, ScoreRequest, ScoreResult
 from fathom.core.records.sampling import FinishReason, Purpose, SamplingParams
 from fathom.core.wire import FrameReader, frame
 from fathom.rollout.engines.embedded.messages import (
     Failure,
     FailureKind,
-    GenerateCall,
-    GenerateFailure,
+    RequestFailure,
+    Scored,
     Streamed,
     StreamFrame,
+    SubmitCall,
 )
-from fathom.rollout.engines.embedded.multiplexer import Generation, Multiplexer
+from fathom.rollout.engines.embedded.multiplexer import Multiplexer, Reply
 
 END = GenerateEnd(
     finish_reason=FinishReason.LENGTH,
@@ -75,7 +76,7 @@ class Remote:
         self._answer = answer
 
     async def __call__(self, http: httpx.Request) -> httpx.Response:
-        (call,) = FrameReader(GenerateCall).feed(http.content)
+        (call,) = FrameReader(SubmitCall).feed(http.content)
         names = [each.request_id for each in call.requests]
         self.calls.append(names)
         return httpx.Response(200, content=self._answer(names))
@@ -95,8 +96,8 @@ def play(remote: Remote, test: Callable[[Multiplexer], Awaitable[None]]) -> None
     asyncio.run(run())
 
 
-async def token(generation: Generation) -> int:
-    part = await generation.next()
+async def token(reply: Reply) -> int:
+    part = await reply.next()
     assert isinstance(part, GenerateChunk)
     return int(part.token_ids[0])
 
@@ -127,11 +128,37 @@ def test_the_same_id_twice_is_left_to_the_engine_to_refuse() -> None:
     assert remote.calls == [["7"], ["7"]]
 
 
-def test_one_failure_is_that_of_one_generation() -> None:
+def test_scorings_travel_with_generations() -> None:
+    version = PolicyVersion(incarnation=1, number=3, digest="d")
+    result = ScoreResult(logprobs=np.zeros(1, np.float32), version=version)
+    scoring = ScoreRequest(
+        request_id="1",
+        token_ids=np.array([1, 2], np.int32),
+        positions=np.array([1], np.int64),
+        temperature=np.ones(1, np.float32),
+        kept=None,
+    )
+
+    async def answer(names: list[str]) -> AsyncIterator[bytes]:
+        yield sent(Scored(request_id="1", result=result), chunk("0", 5, last=True))
+
+    async def test(multiplexer: Multiplexer) -> None:
+        generated, scored = multiplexer.start(request("0")), multiplexer.start(scoring)
+        part = await scored.next()
+        assert isinstance(part, ScoreResult)
+        assert part.version == version
+        assert await token(generated) == 5
+
+    remote = Remote(answer)
+    play(remote, test)
+    assert remote.calls == [["0", "1"]]
+
+
+def test_one_failure_is_that_of_one_request() -> None:
     failure = Failure(kind=FailureKind.REFUSED, reason="no")
 
     async def answer(names: list[str]) -> AsyncIterator[bytes]:
-        yield sent(GenerateFailure(request_id="1", failure=failure), chunk("0", 5, last=True))
+        yield sent(RequestFailure(request_id="1", failure=failure), chunk("0", 5, last=True))
 
     async def test(multiplexer: Multiplexer) -> None:
         good, bad = multiplexer.start(request("0")), multiplexer.start(request("1"))
@@ -164,9 +191,9 @@ def test_a_stream_that_breaks_fails_exactly_what_has_not_ended(broken: bool) -> 
         ended, begun, waiting = (multiplexer.start(request(name)) for name in "012")
         assert await token(ended) == 3
         assert await token(begun) == 4
-        for generation in (begun, waiting):
+        for reply in (begun, waiting):
             with pytest.raises(httpx.ReadError if broken else RecordError):
-                await generation.next()
+                await reply.next()
 
     play(Remote(answer), test)
 
@@ -180,15 +207,15 @@ def test_what_is_left_together_is_aborted_together_and_the_rest_goes_on() -> Non
         yield sent(chunk("1", 8, last=True), chunk("0", 9, last=True))
 
     async def test(multiplexer: Multiplexer) -> None:
-        generations = [multiplexer.start(request(name)) for name in "0123"]
-        assert await token(generations[0]) == 1
-        multiplexer.leave(generations[1])
-        multiplexer.leave(generations[3])
+        replies = [multiplexer.start(request(name)) for name in "0123"]
+        assert await token(replies[0]) == 1
+        multiplexer.leave(replies[1])
+        multiplexer.leave(replies[3])
         while not remote.aborts:
             await asyncio.sleep(0)
         go_on.set()
-        assert await token(generations[0]) == 9
-        multiplexer.leave(generations[0])
+        assert await token(replies[0]) == 9
+        multiplexer.leave(replies[0])
 
     remote = Remote(answer)
     play(remote, test)
@@ -206,9 +233,9 @@ def test_a_call_that_everybody_left_is_closed() -> None:
             closed.set()
 
     async def test(multiplexer: Multiplexer) -> None:
-        generation = multiplexer.start(request("0"))
-        await token(generation)
-        multiplexer.leave(generation)
+        reply = multiplexer.start(request("0"))
+        await token(reply)
+        multiplexer.leave(reply)
         await closed.wait()
 
     remote = Remote(answer)
@@ -235,10 +262,10 @@ def test_closing_fails_what_has_not_ended() -> None:
         await asyncio.Event().wait()
 
     async def test(multiplexer: Multiplexer) -> None:
-        generation = multiplexer.start(request("0"))
-        await token(generation)
+        reply = multiplexer.start(request("0"))
+        await token(reply)
         await multiplexer.close()
         with pytest.raises(RecordError):
-            await generation.next()
+            await reply.next()
 
     play(Remote(answer), test)

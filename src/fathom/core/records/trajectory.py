@@ -163,10 +163,9 @@ class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
         for index, branch in enumerate(self.branches):
             if branch.parent is not None and not 0 <= branch.parent < index:
                 raise RecordError(f"branch {index} names parent {branch.parent}, which does not come before it")
-            used = np.union1d(branch.policy_version, branch.kv_version)
-            unknown = np.setdiff1d(used, np.asarray(numbers, dtype=np.int64))
-            if len(unknown):
-                raise RecordError(f"branch {index} has tokens of unknown versions {unknown.tolist()}")
+            unknown = {*branch.policy_version.tolist(), *branch.kv_version.tolist()}.difference(numbers)
+            if unknown:
+                raise RecordError(f"branch {index} has tokens of unknown versions {sorted(unknown)}")
 
     @property
     def num_sampled(self) -> int:

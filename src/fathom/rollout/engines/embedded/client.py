@@ -86,24 +86,30 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See `Engine.generate`. Requests of the same moment travel together; each has its own deadline and end."""
         deadline = _Deadline("generate", self._spec.request_timeout_s)
-        generation = self._multiplexer.start(request)
+        reply = self._multiplexer.start(request)
         try:
             while True:
                 async with self._boundary(deadline):
-                    chunk: GenerateChunk = self._checked(await generation.next())
+                    chunk: GenerateChunk = self._checked(await reply.next())
                 yield chunk
                 if chunk.end is not None:
                     return
         finally:
-            self._multiplexer.leave(generation)
+            self._multiplexer.leave(reply)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         await self._abort((request_id,))
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
-        """See `Engine.score`."""
-        return await self._call("score", request, ScoreResult, self._spec.request_timeout_s)
+        """See `Engine.score`. Travels like a generation."""
+        deadline = _Deadline("score", self._spec.request_timeout_s)
+        reply = self._multiplexer.start(request)
+        try:
+            async with self._boundary(deadline):
+                return self._checked(await reply.next())
+        finally:
+            self._multiplexer.leave(reply)
 
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         """See `Engine.stage`."""

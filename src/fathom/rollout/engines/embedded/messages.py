@@ -11,7 +11,13 @@ import msgspec
 
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import Capabilities, GenerateChunk, GenerateRequest
+from fathom.core.ports.engine import (
+    Capabilities,
+    GenerateChunk,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+)
 from fathom.core.records.sampling import InFlightMode
 
 
@@ -33,29 +39,38 @@ class Failure(msgspec.Struct, frozen=True, tag="engine_failure.1"):
     """What happened and what to do next."""
 
 
-class GenerateCall(msgspec.Struct, frozen=True, tag="generate_call.1"):
-    """Start generations. They share the way, nothing else: each is refused, fails and ends by itself.
+class SubmitCall(msgspec.Struct, frozen=True, tag="submit_call.1"):
+    """Generate and score. Requests share the way, nothing else: each is refused, fails and ends by itself.
 
     Answered by a stream of `StreamFrame`, over when every one of them has ended.
     """
 
-    requests: tuple[GenerateRequest, ...]
+    requests: tuple[GenerateRequest | ScoreRequest, ...]
     """Which ones; no id twice."""
 
 
-class GenerateFailure(msgspec.Struct, frozen=True, tag="generate_failure.1"):
-    """The last that is heard of one generation of a call."""
+class RequestFailure(msgspec.Struct, frozen=True, tag="request_failure.1"):
+    """The last that is heard of one request of a call."""
 
     request_id: str
     """Which one."""
     failure: Failure
-    """Why there is no further chunk of it."""
+    """Why there is no answer, or no further chunk."""
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored.1"):
+    """The answer to one scoring of a call."""
+
+    request_id: str
+    """Which one."""
+    result: ScoreResult
+    """The answer."""
 
 
 class StreamFrame(msgspec.Struct, frozen=True, tag="stream_frame.1"):
-    """What was ready at one moment, of any of the generations of a call."""
+    """What was ready at one moment, of any of the requests of a call."""
 
-    parts: tuple[GenerateChunk | GenerateFailure, ...]
+    parts: tuple[GenerateChunk | Scored | RequestFailure, ...]
     """In order; each names its request."""
 
 
@@ -144,4 +159,4 @@ class CannotStartLine(msgspec.Struct, frozen=True, tag="engine_cannot_start.1"):
 
 
 StartLine = ReadyLine | CannotStartLine
-Streamed = GenerateChunk | GenerateFailure
+Streamed = GenerateChunk | Scored | RequestFailure

@@ -1,4 +1,4 @@
-"""Many generations in one HTTP call: what a call costs is paid once for all that start at the same moment."""
+"""Many requests in one HTTP call: what a call costs is paid once for all that start at the same moment."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from typing import final
 import httpx
 
 from fathom.core.errors import EngineError, RecordError
-from fathom.core.ports.engine import GenerateChunk, GenerateRequest
+from fathom.core.ports.engine import GenerateChunk, GenerateRequest, ScoreRequest, ScoreResult
 from fathom.core.wire import FrameReader, frame
-from fathom.rollout.engines.embedded.messages import Failure, GenerateCall, Streamed, StreamFrame
+from fathom.rollout.engines.embedded.messages import Failure, RequestFailure, Scored, Streamed, StreamFrame, SubmitCall
 
 _GATHER_S = 0.001
 """How long the first request of a call waits for others."""
 
+Part = GenerateChunk | ScoreResult | Failure
+"""What is heard of a request."""
 Abort = Callable[[tuple[str, ...]], Awaitable[None]]
 """Ends generations of these request ids early."""
 
 
 @final
-class Generation:
-    """One generation of a call, as its reader sees it."""
+class Reply:
+    """The answer to one request, as its reader sees it."""
 
-    def __init__(self, request: GenerateRequest, call: _Call) -> None:
+    def __init__(self, request: GenerateRequest | ScoreRequest, call: _Call) -> None:
         self.request = request
         self.call = call
-        self._parts: asyncio.Queue[GenerateChunk | Failure | Exception] = asyncio.Queue()
+        self._parts: asyncio.Queue[Part | Exception] = asyncio.Queue()
 
-    async def next(self) -> GenerateChunk | Failure:
-        """The next chunk, or why there is none. Raises what broke the call. Waits for ever: callers have a deadline."""
+    async def next(self) -> Part:
+        """The next part, or why there is none. Raises what broke the call. Waits for ever: callers have a deadline."""
         part = await self._parts.get()
         if isinstance(part, Exception):
             raise part
         return part
 
-    def put(self, part: GenerateChunk | Failure | Exception) -> None:
+    def put(self, part: Part | Exception) -> None:
         """Hand the next part to the reader."""
         self._parts.put_nowait(part)
 
 
 @final
 class Multiplexer:
-    """Sends requests of the same moment in one call, and hands each generation its own chunks.
+    """Sends requests of the same moment in one call, and hands each its own answer.
 
-    Generations of a call share its fate only where the call itself breaks: then all that have not ended fail. There
+    Requests of a call share its fate only where the call itself breaks: then all that have not ended fail. There
     is no limit to how many share one, nor to the number of calls.
     """
 
@@ -56,20 +58,20 @@ class Multiplexer:
         self._gathering: _Call | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, request: GenerateRequest) -> Generation:
+    def start(self, request: GenerateRequest | ScoreRequest) -> Reply:
         """Put a request into the call that is about to leave. `leave` must follow."""
         call = self._gathering
         if call is None or request.request_id in call.open:  # sent twice: let the engine refuse it
             call = self._gathering = _Call()
             call.task = self._spawn(self._carry(call))
-        generation = Generation(request, call)
-        call.open[request.request_id] = generation
-        return generation
+        reply = Reply(request, call)
+        call.open[request.request_id] = reply
+        return reply
 
-    def leave(self, generation: Generation) -> None:
+    def leave(self, reply: Reply) -> None:
         """Nobody reads it any more. Ends it early if it has not ended."""
-        call, name = generation.call, generation.request.request_id
-        if call.open.get(name) is not generation:
+        call, name = reply.call, reply.request.request_id
+        if call.open.get(name) is not reply:
             return
         del call.open[name]
         if call.sent and not call.open:
@@ -95,18 +97,18 @@ class Multiplexer:
                 self._gathering = None
             if call.open:
                 await self._exchange(call)
-        except Exception as error:  # noqa: BLE001 - raised again by every generation it concerns, which types it
+        except Exception as error:  # noqa: BLE001 - raised again by every reader it concerns, who types it
             reason = error
         finally:
-            for generation in call.open.values():
-                generation.put(reason)
+            for reply in call.open.values():
+                reply.put(reason)
             call.open.clear()
 
     async def _exchange(self, call: _Call) -> None:
-        requests = tuple(generation.request for generation in call.open.values())
+        requests = tuple(reply.request for reply in call.open.values())
         reader = FrameReader(StreamFrame | Failure)
         call.sent = True
-        async with self._http.stream("POST", "/generate", content=frame(GenerateCall(requests=requests))) as response:
+        async with self._http.stream("POST", "/submit", content=frame(SubmitCall(requests=requests))) as response:
             call.answered = True
             if call.left:
                 self._spawn(self._end_early(call))
@@ -140,7 +142,7 @@ class _Call:
     """Carries it."""
 
     def __init__(self) -> None:
-        self.open: dict[str, Generation] = {}
+        self.open: dict[str, Reply] = {}
         """Those that have not ended and that somebody reads, by request id."""
         self.left: list[str] = []
         """Those that must be ended early, and that the engine was not told about."""
@@ -152,12 +154,19 @@ class _Call:
     def hand_out(self, part: Streamed) -> None:
         """To its reader, if there still is one."""
         ended = not isinstance(part, GenerateChunk) or part.end is not None
-        generation = self.open.pop(part.request_id, None) if ended else self.open.get(part.request_id)
-        if generation is not None:
-            generation.put(part if isinstance(part, GenerateChunk) else part.failure)
+        reply = self.open.pop(part.request_id, None) if ended else self.open.get(part.request_id)
+        if reply is None:
+            return
+        match part:
+            case GenerateChunk():
+                reply.put(part)
+            case Scored():
+                reply.put(part.result)
+            case RequestFailure():
+                reply.put(part.failure)
 
     def fail(self, failure: Failure) -> None:
         """The engine answers none of them."""
-        for generation in self.open.values():
-            generation.put(failure)
+        for reply in self.open.values():
+            reply.put(failure)
         self.open.clear()

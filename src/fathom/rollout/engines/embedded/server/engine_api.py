@@ -1,4 +1,4 @@
-"""The engine's HTTP surface. One POST per call of the port, one frame in, one frame (or a stream of them) out."""
+"""The engine's HTTP surface: one POST for many generations and scorings, one for each other call of the port."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from fathom.core.ports.engine import (
     CommitReport,
     DigestKind,
     EngineStatus,
-    ScoreRequest,
-    ScoreResult,
     StageReport,
     VerifyReport,
 )
@@ -33,10 +31,10 @@ from fathom.rollout.engines.embedded.messages import (
     Done,
     Failure,
     FailureKind,
-    GenerateCall,
     RollbackCall,
     StageCall,
     StatusCall,
+    SubmitCall,
     VerifyCall,
 )
 from fathom.rollout.engines.embedded.server.job import Stream
@@ -61,9 +59,8 @@ class EngineApi:
     def app(self, token: str) -> ASGIApp:
         """The ASGI application; every request must carry the bearer token."""
         routes = [
-            Route("/generate", self._generate, methods=["POST"]),
+            Route("/submit", self._submit, methods=["POST"]),
             _route("/abort", AbortCall, self._abort),
-            _route("/score", ScoreRequest, self._score),
             _route("/stage", StageCall, self._stage),
             _route("/verify", VerifyCall, self._verify),
             _route("/commit", CommitCall, self._commit),
@@ -72,10 +69,10 @@ class EngineApi:
         ]
         return _Guarded(Starlette(routes=routes), token)
 
-    async def _generate(self, http: Request) -> ASGIApp:
+    async def _submit(self, http: Request) -> ASGIApp:
         stream: Stream = asyncio.Queue()
         try:
-            call = _read(GenerateCall, await http.body())
+            call = _read(SubmitCall, await http.body())
             await self._on_loop(lambda: self._scheduler.submit(call.requests, stream))
         except FathomError as error:
             return _failed(error)
@@ -85,9 +82,6 @@ class EngineApi:
     async def _abort(self, call: AbortCall) -> Done:
         await self._on_loop(lambda: self._scheduler.abort(call.request_ids))
         return Done()
-
-    async def _score(self, request: ScoreRequest) -> ScoreResult:
-        return await asyncio.wrap_future(await self._on_loop(lambda: self._scheduler.score(request)))
 
     async def _stage(self, call: StageCall) -> StageReport:
         # Not interrupted when the caller goes away: a thread writes into memory that must not be given out again.

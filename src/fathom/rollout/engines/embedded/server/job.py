@@ -13,7 +13,7 @@ from fathom.rollout.engines.embedded.messages import Streamed
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 Stream = asyncio.Queue[Streamed | None]
-"""Where the chunks of the generations of a call go; belongs to the event loop's thread. None: its reader has gone."""
+"""Where the answers to the requests of a call go; belongs to the event loop's thread. None: its reader has gone."""
 
 
 @final

@@ -28,7 +28,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.admission_queue import AdmissionQueue
-from fathom.rollout.engines.embedded.messages import Failure, FailureKind, GenerateFailure, Streamed
+from fathom.rollout.engines.embedded.messages import Failure, FailureKind, RequestFailure, Scored, Streamed
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
@@ -68,7 +68,7 @@ class Scheduler:
         self._waiting: AdmissionQueue[Job] = AdmissionQueue()
         self._jobs: dict[str, Job] = {}
         self._seen: set[str] = set()
-        self._scores: list[tuple[ScoreRequest, Future[ScoreResult]]] = []
+        self._scores: list[tuple[ScoreRequest, Stream]] = []
         self._manifest: Manifest | None = None
         self._drain: _Drain | None = None
         self._outgoing: list[tuple[Stream, Streamed]] = []
@@ -115,16 +115,19 @@ class Scheduler:
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Iterable[GenerateRequest], stream: Stream) -> None:
-        """Queue generations. Everything further arrives in `stream`, refusals of single ones included."""
+    def submit(self, requests: Iterable[GenerateRequest | ScoreRequest], stream: Stream) -> None:
+        """Queue requests. Everything further arrives in `stream`, refusals of single ones included."""
         for request in requests:
             try:
-                self._submit(request, stream)
+                if isinstance(request, GenerateRequest):
+                    self._queue_generation(request, stream)
+                else:
+                    self._queue_scoring(request, stream)
             except EngineRefusedError as error:
                 failure = Failure(kind=FailureKind.REFUSED, reason=error.reason)
-                self._outgoing.append((stream, GenerateFailure(request_id=request.request_id, failure=failure)))
+                self._outgoing.append((stream, RequestFailure(request_id=request.request_id, failure=failure)))
 
-    def _submit(self, request: GenerateRequest, stream: Stream) -> None:
+    def _queue_generation(self, request: GenerateRequest, stream: Stream) -> None:
         self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._decoder.vocab_size))
         if request.request_id in self._seen:
@@ -137,21 +140,20 @@ class Scheduler:
         self._jobs[request.request_id] = job
         self._waiting.push(job)
 
+    def _queue_scoring(self, request: ScoreRequest, stream: Stream) -> None:
+        """It is computed between two decode steps."""
+        self._serving()
+        self._refuse(why_not_score(request, self._capabilities, self._decoder.vocab_size))
+        self._scores.append((request, stream))
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """End generations with what they have. Unknown and ended ones are ignored."""
         self._abort([self._jobs[request_id] for request_id in request_ids if request_id in self._jobs])
 
     def abandon(self, stream: Stream) -> None:
-        """Nobody reads `stream` any more: end its generations."""
+        """Nobody reads `stream` any more: end its requests."""
+        self._scores = [(request, its) for request, its in self._scores if its is not stream]
         self._abort([job for job in self._jobs.values() if job.stream is stream])
-
-    def score(self, request: ScoreRequest) -> Future[ScoreResult]:
-        """Queue a scoring; it is computed between two decode steps. Raises `EngineRefusedError`."""
-        self._serving()
-        self._refuse(why_not_score(request, self._capabilities, self._decoder.vocab_size))
-        answer: Future[ScoreResult] = Future()
-        self._scores.append((request, answer))
-        return answer
 
     def take_staging(self) -> WeightSet:
         """Memory to receive a version in. What was staged before is forgotten."""
@@ -247,12 +249,9 @@ class Scheduler:
             self._end(slot)
         return CommitReport(version=version, pause_s=time.monotonic() - began_s, running=running)
 
-    def _answer_score(self, request: ScoreRequest, answer: Future[ScoreResult]) -> None:
-        live = self._weights.live
-        version = self._serving()
-        if not answer.set_running_or_notify_cancel():
-            return
-        answer.set_result(ScoreResult(logprobs=self._decoder.score(live, request), version=version))
+    def _answer_score(self, request: ScoreRequest, stream: Stream) -> None:
+        result = ScoreResult(logprobs=self._decoder.score(self._weights.live, request), version=self._serving())
+        self._outgoing.append((stream, Scored(request_id=request.request_id, result=result)))
 
     def _flush(self) -> None:
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The answer to a call for generations."""
+"""The answer to a call with many requests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FRAMES = "application/x-fathom-frames"
 class Streaming:
     """Sends chunks as they come: all that a decode step made for this call leave in one write."""
 
-    def __init__(self, stream: Stream, generations: int, abandon: Callable[[], object]) -> None:
-        """Over when `generations` have ended; `abandon` is called when the client goes away before."""
+    def __init__(self, stream: Stream, requests: int, abandon: Callable[[], object]) -> None:
+        """Over when all `requests` have ended; `abandon` is called when the client goes away before."""
         self._stream = stream
-        self._running = generations
+        self._running = requests
         self._abandon = abandon
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

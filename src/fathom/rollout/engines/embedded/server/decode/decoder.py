@@ -15,7 +15,7 @@ from torch import Tensor
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import FinishReason
-from fathom.rollout.engines.embedded.messages import Failure, FailureKind, GenerateFailure, Streamed
+from fathom.rollout.engines.embedded.messages import Failure, FailureKind, RequestFailure, Streamed
 from fathom.rollout.engines.embedded.server.decode.chunk_writer import ChunkWriter
 from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.prefixes import Prefixes, PrefixKey, prefix_key
@@ -131,7 +131,7 @@ class Decoder:
             self._prefixes.forget(slot)
             reason = f"log-probabilities of {job.request.request_id} are not finite: the weights have diverged"
             failure = Failure(kind=FailureKind.FAILED, reason=reason)
-            return GenerateFailure(request_id=job.request.request_id, failure=failure)
+            return RequestFailure(request_id=job.request.request_id, failure=failure)
         if aborted:
             reason = FinishReason.ABORTED
         elif table.stopped(row)[0]:
