@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import pytest
+
 from fathom import Run
 from fathom.config.load import load_config
 from fathom.config.run import RunConfig
@@ -42,6 +44,7 @@ lr = 1e-3
 every_steps = 2
 """
 SCRIPTED = "engine.kind=scripted"
+ENGINES = [SCRIPTED, pytest.param("engine.kind=embedded", marks=pytest.mark.slow)]
 DETERMINISTIC = ("deterministic=true", "staleness.max_staleness=0")
 
 _MARK = "FATHOM_TEST_RUN"

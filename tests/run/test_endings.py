@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import SCRIPTED, RunProcess, digests, incarnations, require_sound, small_config
+from small_runs import ENGINES, SCRIPTED, RunProcess, digests, incarnations, require_sound, small_config
 
 from fathom import Run
 from fathom.core.errors import CheckpointError, ConfigError, NoProgressError
@@ -24,11 +24,12 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("signals", "group", "code"), CASES)
 def test_a_signal_ends_it_at_once_and_it_can_be_resumed(
-    tmp_path: Path, signals: list[signal.Signals], group: bool, code: int
+    tmp_path: Path, engine: str, signals: list[signal.Signals], group: bool, code: int
 ) -> None:
-    process = RunProcess(small_config(tmp_path, SCRIPTED, ENDLESS))
+    process = RunProcess(small_config(tmp_path, engine, ENDLESS))
     run = process.wait_for(StepTaken)
     for number in signals:
         process.signal(number, group=group)

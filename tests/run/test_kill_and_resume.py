@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_runs import (
     DETERMINISTIC,
+    ENGINES,
     SCRIPTED,
     RunProcess,
     digests,
@@ -26,8 +27,6 @@ from fathom.ledger.events import CheckpointSaved, Evaluated, Event, FaultSeen, S
 from fathom.ledger.reader import LedgerReader
 from fathom.run.history.folder import RunFolder
 
-EMBEDDED = "engine.kind=embedded"
-ENGINES = [SCRIPTED, pytest.param(EMBEDDED, marks=pytest.mark.slow)]
 SHARED_MEMORY = Path("/dev/shm")
 
 

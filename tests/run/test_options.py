@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import DETERMINISTIC, SCRIPTED, digests, require_sound, small_config
+from small_runs import DETERMINISTIC, ENGINES, SCRIPTED, digests, require_sound, small_config
 
 import fathom
 from fathom import Run
@@ -103,7 +103,7 @@ def test_the_learning_rate_is_as_asked(unusual: LedgerReader) -> None:
     assert rates == pytest.approx([0.001, 0.002, 0.002, 0.002, 0.002, 0.002])
 
 
-@pytest.mark.parametrize("engine", [SCRIPTED, pytest.param("engine.kind=embedded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_barrier_may_be_larger_than_what_the_engine_runs(tmp_path: Path, engine: str) -> None:
     result = Run(small_config(tmp_path, engine, "engine.max_running=3", "trainer.steps=2", *DETERMINISTIC)).start()
     assert len(digests(result.folder)) == 2

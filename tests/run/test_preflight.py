@@ -1,0 +1,67 @@
+"""What an engine declares against what the options ask, and the access token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from small_runs import SCRIPTED, small_config
+
+from fathom.config.families import EngineKind
+from fathom.core.errors import ConfigError
+from fathom.core.ports.engine import Capabilities, DigestKind
+from fathom.core.records.sampling import InFlightMode
+from fathom.run.preflight import access_token, check_engine
+
+ABLE = Capabilities(
+    kept_sets=True,
+    routes=False,
+    kv_versions=True,
+    raw_logprobs=False,
+    barriers=True,
+    pinned_versions=True,
+    double_buffered=True,
+    in_flight=frozenset(InFlightMode),
+    transports=frozenset({"shared", "disk"}),
+    digest=DigestKind.MEMORY,
+    max_context_tokens=32,
+)
+
+
+@pytest.mark.parametrize(
+    ("lack", "options", "named"),
+    [
+        ({"in_flight": frozenset({InFlightMode.DRAIN})}, (), "rollout.in_flight = 'continue'"),
+        ({"transports": frozenset({"disk"})}, (), "sync.transport = 'shared'"),
+        ({"barriers": False}, ("deterministic=true", "staleness.max_staleness=0"), "deterministic = true"),
+        ({"pinned_versions": False}, ("evaluation.tasks=4",), "[evaluation]"),
+        ({"kept_sets": False}, ("rollout.sampling.top_k=4",), "rollout.sampling.top_k"),
+        ({"kv_versions": False}, (), "staleness.max_kv_staleness"),
+        ({"max_context_tokens": 31}, (), "rollout.max_prompt_tokens + rollout.max_new_tokens = 32"),
+    ],
+)
+def test_what_an_engine_lacks_is_refused_by_the_options_name(
+    tmp_path: Path, lack: dict[str, object], options: tuple[str, ...], named: str
+) -> None:
+    config = small_config(tmp_path, *options)
+    check_engine(config, ABLE)
+    with pytest.raises(ConfigError) as refused:
+        check_engine(config, msgspec.structs.replace(ABLE, **lack))
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("lack", [{"barriers": False}, {"pinned_versions": False}, {"kept_sets": False}])
+def test_what_is_not_asked_for_may_be_lacking(tmp_path: Path, lack: dict[str, object]) -> None:
+    check_engine(small_config(tmp_path), msgspec.structs.replace(ABLE, **lack))
+
+
+def test_the_token_is_the_named_variables(tmp_path: Path) -> None:
+    name, value = "HOME", str(Path.home())
+    assert access_token(small_config(tmp_path, f"engine.token_env={name}").engine) == value
+
+
+def test_without_a_name_the_token_is_fresh(tmp_path: Path) -> None:
+    engine = small_config(tmp_path, SCRIPTED).engine
+    assert engine.kind is EngineKind.SCRIPTED
+    assert access_token(engine) != access_token(engine)
