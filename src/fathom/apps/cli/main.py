@@ -8,15 +8,18 @@ import typer
 from rich.console import Console
 
 from fathom.apps.cli.audit import audit
+from fathom.apps.cli.bench import bench
+from fathom.apps.cli.doctor import doctor
+from fathom.apps.cli.models import models
 from fathom.apps.cli.runs import runs
 from fathom.apps.cli.show import show
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
 from fathom.core.errors import ConfigError, FathomError
 
-COMMANDS = (train, resume, demo, runs, show, trace, audit)
+COMMANDS = (train, resume, demo, runs, show, trace, audit, doctor)
 """Commands, in the order of the help."""
-GROUPS: dict[str, typer.Typer] = {}
+GROUPS: dict[str, typer.Typer] = {"models": models, "bench": bench}
 """Commands with sub-commands of their own."""
 
 BAD_INPUT, FAILED = 2, 1

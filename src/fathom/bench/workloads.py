@@ -1,0 +1,91 @@
+"""The workloads by name. Their modules are loaded when they are run: most of them need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fathom.bench.options import LedgerOptions, PipelineOptions, ProbeOptions, SyncOptions, TrainOptions
+from fathom.bench.record import BenchRecord, Measured, Say, take
+from fathom.config.load import parse_section
+from fathom.config.section import Section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What can be measured."""
+
+    about: str
+    """One sentence."""
+    options: type[Section]
+    """Its options."""
+    measure: Callable[[Any, Say], Measured]
+    """Takes an instance of them and says how far it is."""
+
+
+def _probe(options: ProbeOptions, say: Say) -> Measured:
+    from fathom.bench.probe import probe
+
+    return probe(options, say)
+
+
+def _pipeline(options: PipelineOptions, say: Say) -> Measured:
+    from fathom.bench.pipeline import pipeline
+
+    return pipeline(options, say)
+
+
+def _ledger(options: LedgerOptions, say: Say) -> Measured:
+    from fathom.bench.ledger import ledger
+
+    return ledger(options, say)
+
+
+def _sync(options: SyncOptions, say: Say) -> Measured:
+    from fathom.bench.sync import sync
+
+    return sync(options, say)
+
+
+def _train(options: TrainOptions, say: Say) -> Measured:
+    from fathom.bench.train import train
+
+    return train(options, say)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "probe": Workload(
+        about="Engine against trainer on one version in float32, under five sampling settings.",
+        options=ProbeOptions,
+        measure=_probe,
+    ),
+    "pipeline": Workload(
+        about="Asynchronous against synchronous against a plain loop, when answers take their time.",
+        options=PipelineOptions,
+        measure=_pipeline,
+    ),
+    "ledger": Workload(
+        about="Tokens per second that the ledger takes in, by length of trajectory.",
+        options=LedgerOptions,
+        measure=_ledger,
+    ),
+    "sync": Workload(
+        about="A version from the trainer to the engine on one host, and the pause it causes.",
+        options=SyncOptions,
+        measure=_sync,
+    ),
+    "train": Workload(
+        about="One GRPO step, generation included, beside the same step by TRL.",
+        options=TrainOptions,
+        measure=_train,
+    ),
+}
+"""In the order of the help."""
+
+
+def run_workload(name: str, values: Mapping[str, Any], say: Say) -> BenchRecord:
+    """Measure and make the record. Raises ConfigError when an option is wrong."""
+    workload = WORKLOADS[name]
+    options = parse_section(workload.options, values, origin=name)
+    return take(name, options, lambda: workload.measure(options, say))

@@ -1,0 +1,62 @@
+"""Every workload at its smallest: it runs, measures what it says and compares like with like. Times are not judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.bench.probe import SETTINGS
+from fathom.bench.record import BenchRecord, values
+from fathom.bench.workloads import run_workload
+
+torch.set_num_threads(1)
+
+
+def run(name: str, **options: object) -> BenchRecord:
+    return run_workload(name, options, lambda _: None)
+
+
+def test_probe_counts_tokens_of_every_setting_and_holds_the_bound() -> None:
+    record = run("probe", tokens=100, requests=8, max_new_tokens=16)
+    for setting in SETTINGS:
+        assert values(record.samples, setting, "tokens")[0] >= 100
+        assert 0 < values(record.samples, setting, "max |log r|")[0] <= 1e-5
+    assert not record.failed
+    assert all(target.required for target in record.targets)
+
+
+def test_ledger_writes_each_length(tmp_path: Path) -> None:
+    record = run("ledger", tokens=2000, lengths=[32, 100], repeats=2, folder=str(tmp_path))
+    for variant in ("32 tokens", "100 tokens"):
+        assert len(values(record.samples, variant, "ingest")) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_sync_publishes_over_every_transport_idle_and_generating(tmp_path: Path) -> None:
+    record = run("sync", repeats=1, requests=2, folder=str(tmp_path))
+    for variant in ("shared, idle", "shared, generating", "disk, idle", "disk, generating"):
+        (delivered,) = values(record.samples, variant, "stage to commit")
+        parts = [values(record.samples, variant, part)[0] for part in ("stage", "verify", "commit")]
+        assert delivered == pytest.approx(sum(parts))
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_splits_each_step() -> None:
+    record = run("train", max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
+    parts = [values(record.samples, "Fathom", part) for part in ("generate and grade", "train", "publish")]
+    assert values(record.samples, "Fathom", "step") == pytest.approx([sum(step) for step in zip(*parts, strict=True)])
+    assert len(parts[0]) == 2
+    assert not record.targets, "without TRL there is nothing to compare with"
+
+
+@pytest.mark.slow
+def test_pipeline_trains_the_same_in_every_variant() -> None:
+    record = run("pipeline", steps=2, groups=2, group_size=2, slots=4, max_new_tokens=8, repeats=1)
+    lengths = set()
+    for variant in ("S=0", "S=2 wait", "S=0, no latency", "S=2 wait, no latency"):
+        assert values(record.samples, variant, "trained: trajectories") == [8]
+        lengths.add(values(record.samples, variant, "trained: mean length")[0])
+    assert len(lengths) == 1
+    assert len(values(record.samples, "S=0 / S=2 wait", "full step, ratio")) == 1
