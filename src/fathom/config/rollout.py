@@ -31,9 +31,9 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """How trajectories are made."""
 
-    group_size: int = Field(default=8, gt=0)
+    group_size: int = Field(default=8, gt=0, le=65536)
     """Trajectories per task."""
-    max_in_flight: int = Field(default=64, gt=0)
+    max_in_flight: int = Field(default=64, gt=0, le=2**20)
     """Trajectories running at once."""
     max_new_tokens: int = Field(gt=0)
     """Sampled tokens per trajectory at most."""
@@ -60,7 +60,7 @@ class EngineConfig(Section):
     """Torch device."""
     threads: int = Field(default=1, gt=0, le=1024)
     """CPU threads."""
-    max_running: int = Field(default=64, gt=0)
+    max_running: int = Field(default=64, gt=0, le=65536)
     """Sequences decoded in one batch."""
     host: str = "127.0.0.1"
     """Interface it listens on. Anything but loopback needs `token_env`."""

@@ -145,8 +145,8 @@ class RunConfig(Section):
                 f"rollout.max_in_flight = {rollout.max_in_flight} is less than one group "
                 f"(rollout.group_size = {rollout.group_size})"
             )
-        if clock.on_stale is not OnStale.REQUEUE and clock.max_staleness == 0 and clock.on_stale is OnStale.DROP:
-            raise ValueError("staleness.on_stale = 'drop' changes nothing at max_staleness = 0; remove it")
+        if clock.max_staleness == 0 and clock.on_stale is not OnStale.WAIT:
+            raise ValueError(f"staleness.on_stale = '{clock.on_stale}' changes nothing at max_staleness = 0; remove it")
         if self.engine.dtype is not None and self.engine.dtype is not trainer.dtype:
             raise ValueError(
                 f"engine.dtype = '{self.engine.dtype}' differs from the published cast, trainer.dtype = "
