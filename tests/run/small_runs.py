@@ -97,7 +97,7 @@ class RunProcess:
         config: RunConfig,
         run: Path | None = None,
         *,
-        kill_after: tuple[type[Event], int] | None = None,
+        kill_after: tuple[type, int] | None = None,
         kill_after_s: float | None = None,
     ) -> None:
         """Start it. After so many events of a kind, or so many seconds, `kill -9` strikes its whole group."""
@@ -192,7 +192,7 @@ def _play(
     config: str,
     run: Path | None,
     mark: str,
-    kill_after: tuple[type[Event], int] | None,
+    kill_after: tuple[type, int] | None,
     kill_after_s: float | None,
 ) -> None:
     os.setsid()
@@ -206,7 +206,7 @@ def _play(
     sys.exit(started.start(observers).exit_code)
 
 
-def _killer(kind: type[Event], count: int) -> Callable[[Event], None]:
+def _killer(kind: type, count: int) -> Callable[[Event], None]:
     left = count
 
     def observe(event: Event) -> None:

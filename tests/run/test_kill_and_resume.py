@@ -85,8 +85,11 @@ def test_an_asynchronous_run_survives_twenty_moments(tmp_path: Path) -> None:
 
     moments = random.Random(0)
     run: Path | None = None
-    for _ in range(20):
-        process = RunProcess(config, run, kill_after_s=moments.uniform(0.1, lasted_s))
+    for place in range(20):
+        if place % 4 == 0:  # anywhere, most likely while it starts
+            process = RunProcess(config, run, kill_after_s=moments.uniform(0.1, lasted_s))
+        else:  # within the loop
+            process = RunProcess(config, run, kill_after=(object, moments.randint(1, 900)))
         code = process.wait()
         assert code in (0, -signal.SIGKILL)
         run = process.run

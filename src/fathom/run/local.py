@@ -100,6 +100,7 @@ async def _run(
     backend = TorchBackend(model_folder, config.trainer)
     learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
     fleet = _fleet(config, folder, model_folder, recorder)
+    delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
         with stop.cancels():
@@ -123,7 +124,7 @@ async def _run(
                 buffer=buffer,
                 runner=runner,
                 learner=learner,
-                delivery=Delivery(config, recorder.incarnation, learner, fleet, recorder),
+                delivery=delivery,
                 fleet=fleet,
                 recorder=recorder,
                 checkpoints=checkpoints,
@@ -135,6 +136,7 @@ async def _run(
     except RunStoppedError:
         return "stopped"
     finally:
+        await delivery.close()
         learner.close()
         await fleet.close()
 

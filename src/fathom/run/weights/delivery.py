@@ -80,6 +80,12 @@ class Delivery:
             await self._running
             self._running = None
 
+    async def close(self) -> None:
+        """Give up the version on its way: engines are about to end. Idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
     async def _deliver(
         self,
         number: int,
