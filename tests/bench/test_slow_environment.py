@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from fathom.bench.latency import SlowEnvironment
+from fathom.bench.rig.slow_environment import SlowEnvironment
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 
 SUMS = Arithmetic(ArithmeticOptions(num_train=50, num_eval=0))

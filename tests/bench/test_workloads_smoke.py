@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.bench.probe import SETTINGS
 from fathom.bench.record import BenchRecord, values
 from fathom.bench.workloads import run_workload
+from fathom.bench.workloads.probe import SETTINGS
 
 torch.set_num_threads(1)
 

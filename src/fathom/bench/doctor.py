@@ -184,7 +184,7 @@ def _gold_options(kind: str, scratch: Path) -> dict[str, JsonValue]:
 
 def _engine_and_trainer() -> Answer:
     """A real engine process serves a tiny model, and agrees with the trainer token by token."""
-    from fathom.bench.probe import probe
+    from fathom.bench.workloads.probe import probe
 
     options = ProbeOptions(tokens=_PROBE_TOKENS)
     (target,) = probe(options, lambda _: None).targets

@@ -1,4 +1,4 @@
-"""GRPO steps by TRL, timed. A file for another interpreter, in which TRL is installed; see `trl.py`.
+"""GRPO steps by TRL, timed. A file for another interpreter, in which TRL is installed; see `trl_python.py`.
 
 Reads one line of JSON (`TrlRequest`); the last line it prints is the answer (`TrlAnswer`).
 """

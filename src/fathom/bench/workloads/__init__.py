@@ -1,4 +1,4 @@
-"""The workloads by name. Their modules are loaded when they are run: most of them need torch."""
+"""The workloads by name, one module each. They are loaded when they are run: most of them need torch."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class Workload:
 
 
 def _probe(options: ProbeOptions, say: Say) -> Measured:
-    from fathom.bench.probe import probe
+    from fathom.bench.workloads.probe import probe
 
     return probe(options, say)
 
 
 def _pipeline(options: PipelineOptions, say: Say) -> Measured:
-    from fathom.bench.pipeline import pipeline
+    from fathom.bench.workloads.pipeline import pipeline
 
     return pipeline(options, say)
 
 
 def _ledger(options: LedgerOptions, say: Say) -> Measured:
-    from fathom.bench.ledger import ledger
+    from fathom.bench.workloads.ledger import ledger
 
     return ledger(options, say)
 
 
 def _sync(options: SyncOptions, say: Say) -> Measured:
-    from fathom.bench.sync import sync
+    from fathom.bench.workloads.sync import sync
 
     return sync(options, say)
 
 
 def _train(options: TrainOptions, say: Say) -> Measured:
-    from fathom.bench.train import train
+    from fathom.bench.workloads.train import train
 
     return train(options, say)
 

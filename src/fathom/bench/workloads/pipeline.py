@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median as middle
 from typing import final
 
-from fathom.bench.latency import SlowEnvironment
 from fathom.bench.options import PipelineOptions
-from fathom.bench.plain_loop import plain_loop
 from fathom.bench.record import Measured, Sample, Say, Target, alternating, median, ratios
-from fathom.bench.stand import open_stand, tiny_model
+from fathom.bench.rig.plain_loop import plain_loop
+from fathom.bench.rig.slow_environment import SlowEnvironment
+from fathom.bench.rig.stand import open_stand, tiny_model
 from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import BooksError, NoProgressError

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fathom.bench.options import TrainOptions
-from fathom.bench.plain_loop import StepTimes, plain_loop
 from fathom.bench.record import Measured, Sample, Say, Target, alternating, median, ratios
-from fathom.bench.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
-from fathom.bench.trl import TrlPython, TrlRequest
+from fathom.bench.rig.plain_loop import StepTimes, plain_loop
+from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.bench.trl.trl_python import TrlPython, TrlRequest
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import NoProgressError
 from fathom.core.ids import GroupId, Occurrence, TaskId

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from fathom.bench.options import SyncOptions
 from fathom.bench.record import Measured, Sample, Say, Target, median
-from fathom.bench.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
 from fathom.config.families import TransportKind
 from fathom.config.trainer import TrainerConfig
 from fathom.core.ports.engine import GenerateRequest

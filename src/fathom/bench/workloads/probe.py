@@ -15,7 +15,7 @@ import numpy as np
 
 from fathom.bench.options import ProbeOptions
 from fathom.bench.record import Measured, Sample, Say, Target
-from fathom.bench.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
 from fathom.config.trainer import TrainerConfig
 from fathom.core.errors import EngineError
 from fathom.core.ids import GroupId, Occurrence

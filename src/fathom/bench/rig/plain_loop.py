@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fathom.bench.stand import Stand
+from fathom.bench.rig.stand import Stand
 from fathom.core.errors import NoProgressError
 from fathom.core.records.row import rows_of
 from fathom.core.records.step import GroupBatch, TrainBatch

@@ -1,0 +1,1 @@
+"""What workloads are measured on: engine, trainer and publisher, a plain loop, an environment that takes time."""

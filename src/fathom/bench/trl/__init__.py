@@ -1,0 +1,1 @@
+"""TRL in an environment of its own, asked through one script."""
