@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
-from small_runs import SCRIPTED, small_config
+from small_runs import SCRIPTED, RunProcess, small_config
 
 from fathom.config.families import EngineKind
 from fathom.core.errors import ConfigError
 from fathom.core.ports.engine import Capabilities, DigestKind
 from fathom.core.records.sampling import InFlightMode
+from fathom.core.wire import frame
+from fathom.ledger.events import StepTaken
+from fathom.rollout.engines.embedded.messages import StatusCall
 from fathom.run.preflight import access_token, check_engine
 
 ABLE = Capabilities(
@@ -65,3 +71,18 @@ def test_without_a_name_the_token_is_fresh(tmp_path: Path) -> None:
     engine = small_config(tmp_path, SCRIPTED).engine
     assert engine.kind is EngineKind.SCRIPTED
     assert access_token(engine) != access_token(engine)
+
+
+@pytest.mark.slow
+def test_the_engine_answers_nobody_without_the_token(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = f"engine.port={port}", "engine.token_env=HOME", "trainer.steps=100000"
+    process = RunProcess(small_config(tmp_path, *options))
+    process.wait_for(StepTaken)
+    url, call = f"http://127.0.0.1:{port}/status", frame(StatusCall())
+    given = {"Bearer " + str(Path.home()): 200, "Bearer other": 401, "": 401}
+    answers = {header: httpx.post(url, content=call, headers={"authorization": header}) for header in given}
+    process.signal(signal.SIGTERM)
+    assert process.wait(within_s=10.0) == 143
+    assert {header: answer.status_code for header, answer in answers.items()} == given
