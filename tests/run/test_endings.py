@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import time
@@ -140,6 +141,18 @@ def test_an_edit_that_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
     edit(run, '"steps": 2', '"steps": 3')
     assert Run.resume(run).start().reason == "steps"
     require_sound(run)
+
+
+def test_within_an_event_loop_it_is_refused_and_in_a_thread_of_it_it_runs(tmp_path: Path) -> None:
+    run = Run(small_config(tmp_path, SCRIPTED, "trainer.steps=2"))
+
+    async def start() -> str:
+        with pytest.raises(ConfigError, match=r"asyncio\.to_thread"):
+            run.start()
+        assert not (tmp_path / "runs").exists()
+        return (await asyncio.to_thread(run.start)).reason
+
+    assert asyncio.run(start()) == "steps"
 
 
 def reason(run: Path) -> str:

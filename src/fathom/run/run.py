@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -85,6 +86,7 @@ class Run:
             FathomError: a component died; what was reported until then is kept, and `resume` goes on from there.
         """
         _require_importable_main()
+        _require_no_loop()
         folder = self._folder or RunFolder.create(self.resolved.config)
         folder.lock()
         try:
@@ -112,6 +114,16 @@ class Run:
         finally:
             await grader.close()
         return RunResult(folder=folder.path, reason=reason, exit_code=stop.exit_code)
+
+
+def _require_no_loop() -> None:
+    """A run has an event loop of its own."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise ConfigError(
+            "a run cannot be started within a running event loop, as in a notebook; use "
+            "`await asyncio.to_thread(run.start)`, or start it from a script"
+        )
 
 
 def _require_importable_main() -> None:

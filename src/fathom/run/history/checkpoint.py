@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import final
 
 import msgspec
+from safetensors import SafetensorError
 
 from fathom.buffer.group_buffer import BufferState
 from fathom.core.errors import CheckpointError
@@ -48,20 +49,20 @@ class Checkpoints:
         self._fsync = fsync
 
     def save(self, state: LoopState, save_trainer: Callable[[Path], None]) -> Path:
-        """Write one under a temporary name, then give it its name at once. Older ones beyond `keep` go away."""
+        """Write one under a temporary name, then give it its name at once. Older ones beyond `keep` go away.
+
+        Raises:
+            CheckpointError: it cannot be written; those there stay.
+        """
         final_path = self._folder / f"step-{state.step:06d}"
         if final_path.exists():
             return final_path  # the same step in an earlier incarnation wrote the same state
-        unfinished = self._folder / f"{_UNFINISHED}{final_path.name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / _TRAINER).mkdir(parents=True)
-        save_trainer(unfinished / _TRAINER)
-        (unfinished / _STATE).write_bytes(msgspec.msgpack.encode(state))
-        if self._fsync:
-            _sync_tree(unfinished)
-        unfinished.rename(final_path)
-        if self._fsync:
-            _sync(self._folder)
+        try:
+            self._write(state, save_trainer, final_path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"checkpoint {final_path} cannot be written ({error}); make room, then resume from the one before"
+            ) from error
         for old in self._all()[: -self._keep]:
             shutil.rmtree(old.rename(self._folder / f"{_UNFINISHED}{old.name}"))
         return final_path
@@ -90,6 +91,18 @@ class Checkpoints:
                 f"checkpoint {found[-1]} cannot be read ({error}); remove that folder to go on from the one before"
             ) from None
         return state, found[-1] / _TRAINER
+
+    def _write(self, state: LoopState, save_trainer: Callable[[Path], None], final_path: Path) -> None:
+        unfinished = self._folder / f"{_UNFINISHED}{final_path.name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        (unfinished / _TRAINER).mkdir(parents=True)
+        save_trainer(unfinished / _TRAINER)
+        (unfinished / _STATE).write_bytes(msgspec.msgpack.encode(state))
+        if self._fsync:
+            _sync_tree(unfinished)
+        unfinished.rename(final_path)
+        if self._fsync:
+            _sync(self._folder)
 
     def _all(self) -> list[Path]:
         return sorted((path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step)
