@@ -30,15 +30,16 @@ from fathom.run.history.folder import RunFolder
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def killed_at(config: RunConfig, moments: list[tuple[type[Event], int]]) -> Path:
-    """A run that was killed, and resumed, at each of these moments."""
+def killed_at(config: RunConfig, moments: list[tuple[type[Event], int]]) -> tuple[Path, list[RunProcess]]:
+    """A run that was killed, and resumed, at each of these moments; and the dead processes."""
     run: Path | None = None
+    dead: list[RunProcess] = []
     for moment in moments:
-        process = RunProcess(config, run, kill_after=moment)
-        assert process.wait() == -signal.SIGKILL
-        run = process.run
+        dead.append(RunProcess(config, run, kill_after=moment))
+        assert dead[-1].wait() == -signal.SIGKILL
+        run = dead[-1].run
     assert run is not None
-    return run
+    return run, dead
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -49,7 +50,7 @@ def test_a_killed_run_equals_one_that_was_not(tmp_path: Path, engine: str) -> No
     assert len(set(expected.values())) == 6
 
     config = small_config(tmp_path / "killed", engine, *DETERMINISTIC)
-    run = killed_at(config, [(StepTaken, 3), (TrajectoryEnded, 10), (CheckpointSaved, 1)])
+    run, _ = killed_at(config, [(StepTaken, 3), (TrajectoryEnded, 10), (CheckpointSaved, 1)])
     assert Run.resume(run).start().reason == "steps"
     assert incarnations(run) == 4
     assert digests(run) == expected
@@ -67,12 +68,12 @@ def test_the_transport_changes_no_bit(tmp_path: Path, engine: str) -> None:
 
 def test_an_asynchronous_run_survives_three_moments(tmp_path: Path) -> None:
     config = small_config(tmp_path, SCRIPTED, "staleness.max_staleness=2")
-    run = killed_at(config, [(StepTaken, 2), (TrajectoryEnded, 9), (StepTaken, 1)])
+    run, dead = killed_at(config, [(StepTaken, 2), (TrajectoryEnded, 9), (StepTaken, 1)])
     assert Run.resume(run).start().reason == "steps"
     assert incarnations(run) == 4
     assert len(digests(run)) == 6
     require_sound(run)
-    assert not orphaned_weights()
+    assert not weights_of(dead)
 
 
 @pytest.mark.slow
@@ -85,11 +86,13 @@ def test_an_asynchronous_run_survives_twenty_moments(tmp_path: Path) -> None:
 
     moments = random.Random(0)
     run: Path | None = None
+    dead = [whole]
     for place in range(20):
         if place % 4 == 0:  # anywhere, most likely while it starts
             process = RunProcess(config, run, kill_after_s=moments.uniform(0.1, lasted_s))
         else:  # within the loop
             process = RunProcess(config, run, kill_after=(object, moments.randint(1, 900)))
+        dead.append(process)
         code = process.wait()
         assert code in (0, -signal.SIGKILL)
         run = process.run
@@ -97,11 +100,11 @@ def test_an_asynchronous_run_survives_twenty_moments(tmp_path: Path) -> None:
             require_sound(run)
         if code == 0:  # it came to its end before the moment: the next one is a new run
             run = None
-    if run is not None:
-        assert Run.resume(run).start().reason == "steps"
-        assert len(digests(run)) == 60
-        require_sound(run)
-    assert not orphaned_weights()
+    last = Run.resume(run).start() if run is not None else Run(config).start()
+    assert last.reason == "steps"
+    assert len(digests(last.folder)) == 60
+    require_sound(last.folder)
+    assert not weights_of(dead)
 
 
 def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
@@ -136,10 +139,9 @@ def kill_engine(process: RunProcess) -> None:
     os.kill(engine, signal.SIGKILL)
 
 
-def orphaned_weights() -> list[Path]:
-    """Published weights whose owner is dead. Another run's start would have removed them."""
-    found = SHARED_MEMORY.glob("fathom-weights-*")
-    return [path for path in found if not Path(f"/proc/{path.name.split('-')[2]}").exists()]
+def weights_of(processes: list[RunProcess]) -> list[Path]:
+    """What dead processes published and nobody removed."""
+    return [path for process in processes for path in SHARED_MEMORY.glob(f"fathom-weights-{process.process.pid}-*")]
 
 
 def has_events(run: Path) -> bool:
