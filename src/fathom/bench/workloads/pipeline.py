@@ -22,7 +22,7 @@ from fathom.bench.options import PipelineOptions
 from fathom.bench.record import Measured, Sample, Say, Target, alternating, median, ratios
 from fathom.bench.rig.plain_loop import plain_loop
 from fathom.bench.rig.slow_environment import SlowEnvironment
-from fathom.bench.rig.stand import open_stand, tiny_model
+from fathom.bench.rig.stand import PROMPT_TOKENS, open_stand, tiny_model
 from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import BooksError, NoProgressError
@@ -52,7 +52,6 @@ STALENESS: dict[str, dict[str, int | str]] = {
 """The clock of every variant that is a run."""
 PER_STEP = "full step"
 """Wall time per `groups` groups trained."""
-_PROMPT_TOKENS = 16
 _LR = 1e-12
 _GRADE_S = 3600.0
 
@@ -93,13 +92,13 @@ class _Course:
     def run(self, variant: str, repeat: int, median_s: float) -> list[Sample]:
         """One run. Its wall time is that of the loop: from the first group's start to the end of the last step."""
         with LedgerReader(self._start(variant, median_s)) as reader:
-            began, ended = reader.events(GroupStarted)[0].at_s, reader.events(StepTaken)[-1].at_s
-            summary = summarise(reader)
+            started, steps, summary = reader.events(GroupStarted), reader.events(StepTaken), summarise(reader)
         occurrences = self.options.steps * self.options.groups
         trained = summary.books.occurrences[OccurrenceState.TRAINED]
-        if not summary.books.balanced or (variant != DROP and trained != occurrences):
-            raise BooksError(f"{variant}: {trained} of {occurrences} occurrences were trained; look at its books")
-        measures = {PER_STEP: (ended - began) * self.options.groups / trained, "wall": ended - began}
+        if not summary.books.balanced or not trained or (variant != DROP and trained != occurrences):
+            raise BooksError(f"{variant}: {trained} of {occurrences} occurrences were trained; measure again")
+        wall_s = steps[-1].at_s - started[0].at_s
+        measures = {PER_STEP: wall_s * self.options.groups / trained, "wall": wall_s}
         return _samples(variant, repeat, measures | _busy(summary)) + _fates(variant, repeat, summary)
 
     def plain(self, repeat: int, median_s: float) -> list[Sample]:
@@ -122,7 +121,7 @@ class _Course:
             self.model,
             self.scratch,
             config.trainer,
-            max_context_tokens=_PROMPT_TOKENS + options.max_new_tokens,
+            max_context_tokens=PROMPT_TOKENS + options.max_new_tokens,
             max_running=options.slots,
         )
         async with grader, stand as parts:
@@ -174,7 +173,7 @@ class _Course:
                 "group_size": options.group_size,
                 "max_in_flight": options.slots,
                 "max_new_tokens": options.max_new_tokens,
-                "max_prompt_tokens": _PROMPT_TOKENS,
+                "max_prompt_tokens": PROMPT_TOKENS,
             },
             "engine": {"max_running": options.slots},
             "staleness": STALENESS[variant],
