@@ -34,7 +34,10 @@ check: install
 	$(BIN)/pyright
 
 bench: install
-	$(BIN)/fathom bench --help
+	$(BIN)/fathom bench probe
+	$(BIN)/fathom bench ledger
+	$(BIN)/fathom bench sync
+	$(BIN)/fathom bench pipeline
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The states of the three books (DESIGN, section 5)."""
+"""The states of the three books (docs/concepts/books.md)."""
 
 from __future__ import annotations
 
