@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import require_sound, small_config
 
 from fathom import Run
-from small_runs import require_sound, small_config
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from fathom.buffer.group_buffer import Drained, Fact, GroupBuffer, Taken, Waitin
 from fathom.config.run import RunConfig
 from fathom.core.errors import StepStoppedError
 from fathom.core.ids import PolicyVersion
+from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.core.records.trajectory import Trajectory
 from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
@@ -161,7 +162,7 @@ class Pipeline:
             digest = await self._p.learner.digest()
             self._p.recorder.step(_step_taken(outcome, batch, digest, waited_s), outcome.rows)
             if self._clock.publication_due:
-                await self._p.delivery.start([row for group in batch.groups for row in group.rows], self._delivered)
+                await self._publish([row for group in batch.groups for row in group.rows])
         self._record(self._buffer.settle())
         self._settled = self._loop_state()
         self._p.recorder.commit()
@@ -185,7 +186,7 @@ class Pipeline:
                         self._wake()  # what was dropped on the way has made room
                         continue
                     if self._clock.publication_due and self._p.delivery.idle:
-                        await self._p.delivery.start((), self._delivered)  # the one before failed
+                        await self._publish(())  # the one before failed
                         continue
             await self._changed.wait()
         return None
@@ -234,6 +235,10 @@ class Pipeline:
         self._record(arrival.facts)
         self._wake()
 
+    async def _publish(self, sample: Sequence[Row]) -> None:
+        """Begin to deliver the trainer's version; the trainer may go on once it is written."""
+        await self._p.delivery.start(sample, self._delivered, self._wake)
+
     def _delivered(self, version: PolicyVersion) -> None:
         """Engines serve `version`: room for new groups opens with it."""
         self._serving = version
@@ -244,7 +249,7 @@ class Pipeline:
         """Wait until the trainer's version serves."""
         await self._p.delivery.finish()
         while self._serving is None or self._serving.number < self._clock.version:
-            await self._p.delivery.start((), self._delivered)
+            await self._publish(())
             await self._p.delivery.finish()
 
     async def _evaluate(self) -> None:

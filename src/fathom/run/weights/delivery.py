@@ -54,12 +54,15 @@ class Delivery:
         """True when no version is on its way."""
         return self._running is None or self._running.done()
 
-    async def start(self, rows: Sequence[Row], delivered: Callable[[PolicyVersion], None]) -> None:
+    async def start(
+        self, rows: Sequence[Row], delivered: Callable[[PolicyVersion], None], ended: Callable[[], None]
+    ) -> None:
         """Begin to publish the trainer's version, after the one before has ended. Returns when it may step again.
 
         Args:
             rows: recorded rows; a sample of them is scored by both stacks at this version.
             delivered: called once engines serve it.
+            ended: called when `idle` is true again, however it went.
 
         Raises:
             DeliveryError | PayloadError: too many publications in a row have failed.
@@ -70,6 +73,7 @@ class Delivery:
         trained = await self._learner.logprobs(sample) if sample else []
         written = asyncio.Event()
         self._running = asyncio.create_task(self._deliver(number, sample, trained, written, delivered))
+        self._running.add_done_callback(lambda _: ended())
         waiting = asyncio.create_task(written.wait())
         await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
