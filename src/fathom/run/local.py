@@ -39,7 +39,8 @@ from fathom.run.history.folder import RunFolder
 from fathom.run.history.recorder import Observer, Recorder
 from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
-from fathom.run.pipeline import Parts, Pipeline
+from fathom.run.parts import Parts
+from fathom.run.pipeline import Pipeline
 from fathom.run.preflight import access_token, check_engine
 from fathom.run.resolve import Resolved
 from fathom.run.rollouts.evaluation import Evaluator

@@ -14,59 +14,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
-from fathom.buffer.group_buffer import Drained, Fact, GroupBuffer, Taken, Waiting
-from fathom.config.run import RunConfig
+from fathom.buffer.group_buffer import Drained, Fact, Taken, Waiting
 from fathom.core.errors import StepStoppedError
 from fathom.core.ids import PolicyVersion
 from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.core.records.trajectory import Trajectory
 from fathom.ledger.events import CheckpointSaved, GroupStarted, LoopSampled, StepTaken
-from fathom.rollout.episode import EpisodePlan, EpisodeRunner
-from fathom.run.history.checkpoint import Checkpoints, LoopState
-from fathom.run.history.recorder import Recorder
-from fathom.run.learner import Learner
-from fathom.run.resolve import PromptedTask
+from fathom.rollout.episode import EpisodePlan
+from fathom.run.history.checkpoint import LoopState
+from fathom.run.parts import Parts
 from fathom.run.rollouts.dispatch import Dispatch
-from fathom.run.rollouts.evaluation import Evaluator
-from fathom.run.stop import Stop
-from fathom.run.weights.delivery import Delivery
-from fathom.run.weights.fleet import Fleet
 
 _SAMPLE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the pipeline drives."""
-
-    config: RunConfig
-    """The run's options."""
-    fresh: bool
-    """True: from the start. False: from a checkpoint."""
-    tasks: Sequence[PromptedTask]
-    """Training tasks."""
-    buffer: GroupBuffer
-    """Clock, books, data order and groups."""
-    runner: EpisodeRunner
-    """Plays trajectories."""
-    learner: Learner
-    """Takes steps."""
-    delivery: Delivery
-    """Publishes versions."""
-    fleet: Fleet
-    """The engines."""
-    recorder: Recorder
-    """Writes the history."""
-    checkpoints: Checkpoints
-    """Saves and keeps states."""
-    evaluator: Evaluator | None
-    """Evaluates. None: not asked for."""
-    stop: Stop
-    """The request to end."""
 
 
 @final

@@ -1,0 +1,48 @@
+"""What the pipeline drives. `local` makes them for one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fathom.buffer.group_buffer import GroupBuffer
+from fathom.config.run import RunConfig
+from fathom.rollout.episode import EpisodeRunner
+from fathom.run.history.checkpoint import Checkpoints
+from fathom.run.history.recorder import Recorder
+from fathom.run.learner import Learner
+from fathom.run.resolve import PromptedTask
+from fathom.run.rollouts.evaluation import Evaluator
+from fathom.run.stop import Stop
+from fathom.run.weights.delivery import Delivery
+from fathom.run.weights.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the pipeline drives."""
+
+    config: RunConfig
+    """The run's options."""
+    fresh: bool
+    """True: from the start. False: from a checkpoint."""
+    tasks: Sequence[PromptedTask]
+    """Training tasks."""
+    buffer: GroupBuffer
+    """Clock, books, data order and groups."""
+    runner: EpisodeRunner
+    """Plays trajectories."""
+    learner: Learner
+    """Takes steps."""
+    delivery: Delivery
+    """Publishes versions."""
+    fleet: Fleet
+    """The engines."""
+    recorder: Recorder
+    """Writes the history."""
+    checkpoints: Checkpoints
+    """Saves and keeps states."""
+    evaluator: Evaluator | None
+    """Evaluates. None: not asked for."""
+    stop: Stop
+    """The request to end."""
