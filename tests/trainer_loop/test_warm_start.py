@@ -48,6 +48,15 @@ def test_it_learns_what_is_shown(folder):
     assert backend.step == 120
 
 
+def test_it_ends_once_the_recent_loss_is_low_enough(folder):
+    whole = [step.loss for step in _run(_backend(folder), _config(120))]
+    config = _config(120).model_copy(update={"until_loss": 1.0})
+    losses = [step.loss for step in _run(_backend(folder), config)]
+    assert losses == whole[: len(losses)]
+    assert np.mean(losses[-10:]) <= 1.0 < np.mean(losses[-11:-1])
+    assert 10 <= len(losses) < 120
+
+
 def test_the_first_loss_is_the_mean_over_all_tokens_of_the_step(folder):
     shown = _demonstrations()
     tokens = sum(int(one.loss_mask.sum()) for one in shown)

@@ -58,7 +58,9 @@ class WarmStartConfig(Section):
     """A supervised phase before RL, with its own step counter. RL starts at version 0 after it."""
 
     steps: int = Field(gt=0)
-    """Optimizer steps."""
+    """Optimizer steps at most."""
+    until_loss: float | None = Field(default=None, gt=0)
+    """End early once the mean loss of the last 10 steps is at most this. None: take all steps."""
     batch_size: int = Field(default=32, gt=0)
     """Demonstrations per step."""
     tasks: int = Field(gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -16,6 +17,8 @@ from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.packing import micro_batches
 from fathom.trainer.loop.trainer import Stop, never
+
+_RECENT_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ def warm_start(
 ) -> Iterator[WarmStartStep]:
     """Imitate for `config.steps` steps of `config.batch_size` demonstrations, in a seeded order.
 
+    Ends before that once the mean loss of the last 10 steps is at most `config.until_loss`, where that is set.
+
     Loss: -log-probability, averaged over the tokens of the step (`algorithms.md` D.8). The phase has its own optimizer
     and counter; `Trainer.begin` starts RL after it.
 
@@ -53,6 +58,7 @@ def warm_start(
         raise DataError("a warm start needs demonstrations and the task gave none; remove [warm_start]")
     backend.begin_phase(config.optimizer, config.steps)
     order = _endless_order(len(demonstrations), seed)
+    recent: deque[float] = deque(maxlen=_RECENT_STEPS)
     for step in range(1, config.steps + 1):
         chosen = [demonstrations[index] for index in islice(order, config.batch_size)]
         tokens = sum(int(demonstration.loss_mask.sum()) for demonstration in chosen)
@@ -60,6 +66,9 @@ def warm_start(
         if not backend.update().applied:
             raise FathomError(f"warm start: the gradient of step {step} is not finite; lower warm_start.optimizer.lr")
         yield WarmStartStep(step=step, loss=loss, tokens=tokens)
+        recent.append(loss)
+        if config.until_loss is not None and len(recent) == _RECENT_STEPS and np.mean(recent) <= config.until_loss:
+            return
 
 
 def _accumulate(backend: Backend, chosen: Sequence[Demonstration], tokens: int, budget: int, stop: Stop) -> float:
