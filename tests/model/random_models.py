@@ -5,12 +5,54 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from fathom.model.attention import PackedAttention
 
 VOCAB = 61
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+    "deepseek_v3": DeepseekV3Config,
+}
+MOE = ("qwen3_moe", "mixtral", "deepseek_v3")
+_OWN = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    },
+}
 
 
 def random_config(family="llama", **entries):
@@ -26,8 +68,7 @@ def random_config(family="llama", **entries):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    heads = {"head_dim": 16} if family == "qwen3" else {}
-    return CONFIGS[family](**(sizes | heads | entries))
+    return CONFIGS[family](**(sizes | _OWN.get(family, {}) | entries))
 
 
 def random_model(family="llama", seed=0, **entries):

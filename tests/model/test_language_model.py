@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from random_models import CONFIGS, packed, random_config, random_ids, random_model
-from transformers import MixtralConfig
+from transformers import GemmaConfig, LlamaConfig
 
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.model.families import ModelFamily, refuse_unsupported
@@ -122,7 +122,9 @@ def test_the_families_are_those_tested_here():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MixtralConfig(), "'mixtral' are not supported; choose one of llama, qwen2, qwen3"),
+        (GemmaConfig(), "'gemma' are not supported; choose one of llama, qwen2, qwen3"),
+        (LlamaConfig(num_experts=8), "sets num_experts"),
+        (random_config("mixtral", sliding_window=8), "sets sliding_window"),
         (random_config(sliding_window=8), "sets sliding_window"),
         (random_config(final_logit_softcapping=30.0), "sets final_logit_softcapping"),
         (random_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding_window"),

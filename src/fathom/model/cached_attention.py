@@ -24,10 +24,12 @@ class KvCache:
         self, shape: ModelShape, *, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """Memory for `slots` sequences of at most `max_tokens` tokens each."""
-        size = (slots, shape.kv_heads, max_tokens, shape.head_dim)
+        size = (slots, shape.kv_heads, max_tokens)
         self.max_tokens = max_tokens
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.keys = [torch.zeros(*size, shape.head_dim, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [
+            torch.zeros(*size, shape.value_head_dim, dtype=dtype, device=device) for _ in range(shape.layers)
+        ]
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> AttentionPlan:
         """A plan for a packed forward of `lengths[i]` tokens that follow the first `starts[i]` of slot `slots[i]`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -18,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.model.attention import ATTENTION_NAME, AttentionPlan
-from fathom.model.families import refuse_unsupported
+from fathom.model.families import EXPERTS_IMPLEMENTATION, WITH_EXPERTS, ModelFamily, refuse_unsupported
+from fathom.model.routing import ROUTING_ARGUMENT, ExpertShape, Routing, expert_shape, install_routing
 
 # Its bars would be drawn over the run's own progress.
 transformers_logging.disable_progress_bar()
@@ -35,11 +37,13 @@ class ModelShape:
     kv_heads: int
     """Key/value heads of a layer."""
     head_dim: int
-    """Size of a head."""
+    """Size of a query's and of a key's head."""
+    value_head_dim: int
+    """Size of a value's head."""
     max_positions: int
     """Longest sequence the model was made for, in tokens."""
-    moe_layers: int
-    """Layers with routed experts."""
+    experts: ExpertShape | None
+    """Routed experts. None: a dense model."""
 
 
 @final
@@ -48,13 +52,16 @@ class LanguageModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a `transformers` model. Raises ConfigError when its forward would not be right here."""
-        refuse_unsupported(model.config)
+        family = refuse_unsupported(model.config)
         model.set_attn_implementation(ATTENTION_NAME)
+        if family in WITH_EXPERTS:
+            model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+            install_routing(model, family)
         self._model = model.eval()
         head = model.get_output_embeddings()
         assert head is not None, "a causal language model has an output head"
         self._head = head
-        self.shape = _shape(model)
+        self.shape = _shape(model, family)
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: str) -> Self:
@@ -93,12 +100,32 @@ class LanguageModel:
         """Where the weights are."""
         return self._model.device
 
-    def hidden(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Final hidden states [T, H] of a packed forward. `token_ids` and `position_ids` are int64 [T]."""
+    def hidden(
+        self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, routing: Routing | None = None
+    ) -> Tensor:
+        """Final hidden states [T, H] of a packed forward. `token_ids` and `position_ids` are int64 [T].
+
+        `routing` records which experts the tokens go to, or forces recorded ones; it is used for one forward.
+        """
         output = self._model.base_model(
-            input_ids=token_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, plan=plan
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            plan=plan,
+            **{ROUTING_ARGUMENT: routing},
         )
         return output.last_hidden_state[0]
+
+    def routing(self, tokens: int, *, forced: np.ndarray | None = None, margins: bool = False) -> Routing:
+        """What `hidden` needs to record the routes of `tokens` tokens, or to force recorded ones. See `Routing`.
+
+        Raises:
+            ConfigError: the model is dense.
+            RecordError: `forced` is not complete, or not of this model.
+        """
+        if self.shape.experts is None:
+            raise ConfigError("a dense model has no expert routes: leave [routing] out, or choose a model with experts")
+        return Routing(self.shape.experts, tokens, self.device, forced=forced, margins=margins)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, V] of hidden states [N, H]: the head is computed in the model's dtype, then cast."""
@@ -157,14 +184,21 @@ def _faults(current: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[
     return faults
 
 
-def _shape(model: PreTrainedModel) -> ModelShape:
+def _shape(model: PreTrainedModel, family: ModelFamily) -> ModelShape:
     config = model.config
-    entries = config.to_dict()
+    heads = config.num_attention_heads
+    if family is ModelFamily.DEEPSEEK_V3:
+        # Attention gets the expanded keys and values, one pair per query head, of two sizes.
+        kv_heads, head_dim, value_head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        kv_heads = config.num_key_value_heads
+        head_dim = value_head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
     return ModelShape(
         vocab_size=config.vocab_size,
         layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=entries.get("head_dim") or config.hidden_size // config.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
         max_positions=config.max_position_embeddings,
-        moe_layers=0,
+        experts=expert_shape(model),
     )

@@ -29,10 +29,12 @@ class KvPages:
 
     def __init__(self, shape: ModelShape, *, pages: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Memory for `pages` pages of `PAGE_TOKENS` tokens in every layer."""
-        size = (pages, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
+        size = (pages, shape.kv_heads, PAGE_TOKENS)
         self.pages = pages
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.keys = [torch.zeros(*size, shape.head_dim, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [
+            torch.zeros(*size, shape.value_head_dim, dtype=dtype, device=device) for _ in range(shape.layers)
+        ]
 
     def plan(self, tables: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionPlan:
         """A plan for a packed forward in which sequence b has `lengths[b]` new tokens after its first `starts[b]`.
