@@ -50,22 +50,24 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """The engine."""
+    """The engines, all alike."""
 
     kind: EngineKind = EngineKind.EMBEDDED
     """Which one."""
     dtype: Dtype | None = None
     """Element type of its weights. None: the trainer's, which is what the published cast is."""
     device: str = Field(default="cpu", pattern=DEVICE)
+    count: int = Field(default=1, gt=0, le=1024)
+    """Engines started with the run. Others may join and leave while it runs."""
     """Torch device."""
     threads: int = Field(default=1, gt=0, le=1024)
-    """CPU threads."""
+    """CPU threads of each engine."""
     max_running: int = Field(default=64, gt=0, le=65536)
-    """Sequences decoded in one batch."""
+    """Sequences decoded in one batch of an engine."""
     host: str = "127.0.0.1"
     """Interface it listens on. Anything but loopback needs `token_env`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port it listens on. 0: any free one."""
+    """Port it listens on. 0: any free one, which several engines need."""
     token_env: str | None = None
     """Name of the environment variable that holds the access token. None: a fresh random token (loopback only)."""
     start_timeout_s: float = Field(default=120.0, gt=0)
@@ -73,9 +75,13 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+    health_timeout_s: float = Field(default=10.0, gt=0)
+    """An engine that serves and does not answer a look within this time is fenced and replaced."""
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
             raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
         return self
+        if self.port and self.count > 1:
+            raise ValueError(f"{self.count} engines cannot share port {self.port}: set port = 0, or count = 1")
 
 
 class SyncConfig(Section):
@@ -84,7 +90,7 @@ class SyncConfig(Section):
     transport: TransportKind = TransportKind.SHARED
     """The transport."""
     min_engines: int = Field(default=1, gt=0)
-    """A publication needs at least this many engines to commit."""
+    """A publication needs at least this many engines to commit; at most `engine.count`."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of each phase."""
     gap_rows: int = Field(default=4, ge=0)

@@ -130,6 +130,15 @@ class RunConfig(Section):
             )
         if self.deterministic and clock.max_staleness != 0:
             raise ValueError("deterministic = true needs staleness.max_staleness = 0")
+        if self.deterministic and self.engine.count > 1:
+            raise ValueError(
+                f"deterministic = true uses one engine, but engine.count = {self.engine.count}; set engine.count = 1"
+            )
+        if self.sync.min_engines > self.engine.count:
+            raise ValueError(
+                f"sync.min_engines = {self.sync.min_engines} is more than engine.count = {self.engine.count}; lower it, "
+                "or raise engine.count"
+            )
         if clock.max_staleness == 0 and rollout.in_flight is not InFlightMode.DRAIN:
             if "in_flight" in rollout.model_fields_set:
                 raise ValueError("staleness.max_staleness = 0 implies rollout.in_flight = 'drain'; remove the option")

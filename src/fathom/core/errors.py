@@ -34,12 +34,16 @@ class RecordError(FathomError):
 
 
 class EngineError(FathomError):
-    """An engine failed a call. Names the engine and the reason."""
+    """An engine failed a call. Names the engine and the reason.
 
-    def __init__(self, engine_id: str, reason: str) -> None:
+    `may_have_begun` is False only where the engine has provably not begun what it was asked: another may be asked.
+    """
+
+    def __init__(self, engine_id: str, reason: str, *, may_have_begun: bool = True) -> None:
         super().__init__(f"engine {engine_id}: {reason}")
         self.engine_id = engine_id
         self.reason = reason
+        self.may_have_begun = may_have_begun
 
 
 class EngineTimeoutError(EngineError):
@@ -53,8 +57,9 @@ class EngineRefusedError(EngineError):
 class EngineDeadError(EngineError):
     """The engine's process has ended. `last_lines` are the last lines of its log."""
 
-    def __init__(self, engine_id: str, reason: str, last_lines: str) -> None:
-        super().__init__(engine_id, f"{reason}\n--- last lines of its log ---\n{last_lines}")
+    def __init__(self, engine_id: str, reason: str, last_lines: str, *, may_have_begun: bool = True) -> None:
+        text = f"{reason}\n--- last lines of its log ---\n{last_lines}"
+        super().__init__(engine_id, text, may_have_begun=may_have_begun)
         self.last_lines = last_lines
 
 

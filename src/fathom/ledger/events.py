@@ -173,6 +173,56 @@ class Published(msgspec.Struct, frozen=True, tag="published.1"):
 
 class PublicationCancelled(msgspec.Struct, frozen=True, tag="publication_cancelled.1"):
     """A payload fault: the parent goes on serving."""
+class EngineJoined(msgspec.Struct, frozen=True, tag="engine_joined.1"):
+    """An engine belongs to the fleet from here on. It gets requests once it holds a version."""
+
+    engine: str
+    """The engine."""
+    asked: bool
+    """True: it was asked for while the run went on. False: it was started with the run."""
+    version: PolicyVersion | None
+    """What it holds, by a full verified load. None: nothing is published yet."""
+    seconds: float
+    """Seconds to start it and to load the version."""
+
+
+class EngineFenced(msgspec.Struct, frozen=True, tag="engine_fenced.1"):
+    """An engine gets no requests from here on; what it had not finished is discarded."""
+
+    engine: str
+    """The engine."""
+    reason: str
+    """Why."""
+    discarded: int
+    """Generations it had not finished."""
+
+
+class EngineRestored(msgspec.Struct, frozen=True, tag="engine_restored.1"):
+    """A fenced engine was replaced by a new process and serves after a full verified reload."""
+
+    engine: str
+    """The engine."""
+    version: PolicyVersion | None
+    """What it holds. None: nothing is published yet."""
+    seconds: float
+    """Seconds since it was fenced."""
+    tries: int
+    """Processes started until one could be loaded."""
+
+
+class EngineLeft(msgspec.Struct, frozen=True, tag="engine_left.1"):
+    """An engine belongs to the fleet no longer."""
+
+    engine: str
+    """The engine."""
+    reason: str
+    """Why."""
+    discarded: int
+    """Generations it had not finished when its time to drain was over."""
+    seconds: float
+    """Seconds it drained."""
+
+
 
     version: PolicyVersion
     """The version that was not delivered."""
@@ -262,6 +312,10 @@ Event = (
     | PublicationCancelled
     | Evaluated
     | WarmStartStepped
+    | EngineJoined
+    | EngineFenced
+    | EngineRestored
+    | EngineLeft
     | CheckpointSaved
     | FaultSeen
     | RunEnded

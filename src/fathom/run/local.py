@@ -1,4 +1,4 @@
-"""Places a run on one machine: the trainer in this process, the engine in its own, graders in theirs.
+"""Places a run on one machine: the trainer in this process, each engine in its own, graders in theirs.
 
 Importing this loads torch; the graders must have been started before.
 """
@@ -31,9 +31,8 @@ from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
-from fathom.rollout.engines.registry import LAUNCHERS
+from fathom.rollout.engines.registry import LAUNCHERS, Launcher
 from fathom.rollout.episode import EpisodeRunner
-from fathom.rollout.router.router import Router
 from fathom.run.history.checkpoint import Checkpoints, LoopState
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.recorder import Observer, Recorder
@@ -46,6 +45,7 @@ from fathom.run.resolve import Resolved
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
+from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
 from fathom.sync.transports import TRANSPORTS
 from fathom.text.characters import save_character_tokenizer
@@ -56,9 +56,16 @@ _LIBRARIES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
 
 
 async def drive(
-    resolved: Resolved, folder: RunFolder, grader: Grader, stop: Stop, observers: tuple[Observer, ...]
+    resolved: Resolved,
+    folder: RunFolder,
+    grader: Grader,
+    stop: Stop,
+    observers: tuple[Observer, ...],
+    launcher: Launcher | None = None,
 ) -> str:
     """Open an incarnation of the run in `folder`, go on from its newest checkpoint or from the start, run to the end.
+
+    `launcher` starts engines in place of the one that `engine.kind` names.
 
     Returns how it ended: `steps`, `data` or `stopped`. An error is recorded and raised.
 
@@ -74,7 +81,7 @@ async def drive(
     sinks = [SINKS[tracker] for tracker in config.trackers]
     feeds = [TrackerFeed(folder.ledger, partial(sink, folder.path, recorder.incarnation)) for sink in sinks]
     try:
-        reason = await _run(resolved, folder, grader, stop, recorder, checkpoints, newest)
+        reason = await _run(resolved, folder, grader, stop, recorder, checkpoints, newest, launcher)
     except BaseException as error:
         recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=checkpoints.newest_step))
         raise
@@ -95,12 +102,13 @@ async def _run(
     recorder: Recorder,
     checkpoints: Checkpoints,
     newest: tuple[LoopState, Path] | None,
+    launcher: Launcher | None,
 ) -> str:
     config = resolved.config
     model_folder = _model_folder(resolved, folder)
     backend = TorchBackend(model_folder, config.trainer)
     learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
-    fleet = _fleet(config, folder, model_folder, recorder)
+    fleet = _fleet(config, folder, model_folder, recorder, launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
@@ -111,7 +119,7 @@ async def _run(
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
         runner = EpisodeRunner(
-            router=Router(lambda: fleet.serving),
+            router=fleet.router,
             decode=resolved.model.tokenizer.decode,
             grade=grader.grade,
             stop_ids=resolved.model.tokenizer.special.stop_ids,
@@ -128,6 +136,7 @@ async def _run(
                 delivery=delivery,
                 fleet=fleet,
                 recorder=recorder,
+                desk=Desk(fleet, folder.requests),
                 checkpoints=checkpoints,
                 evaluator=_evaluator(resolved, runner, stop, fleet),
                 stop=stop,
@@ -235,9 +244,13 @@ def _require_device(config: RunConfig) -> None:
             )
 
 
-def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder) -> Fleet:
+def _fleet(
+    config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder, launcher: Launcher | None
+) -> Fleet:
+    start = launcher or LAUNCHERS[config.engine.kind]
+
     async def launch(name: EngineId) -> Engine:
-        engine = await LAUNCHERS[config.engine.kind](
+        engine = await start(
             EmbeddedSpec(
                 engine=name,
                 model_folder=model_folder,
@@ -263,7 +276,14 @@ def _fleet(config: RunConfig, folder: RunFolder, model_folder: Path, recorder: R
         return engine
 
     transport = TRANSPORTS[config.sync.transport](folder.path)
-    return Fleet([EngineId("engine-0")], launch, transport, config.sync, recorder)
+    return Fleet(
+        config.engine.count,
+        launch,
+        transport,
+        config.sync,
+        recorder,
+        health_s=config.engine.health_timeout_s,
+    )
 
 
 def _buffer(resolved: Resolved, incarnation: int) -> GroupBuffer:
@@ -300,5 +320,5 @@ def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop, fleet: Fle
         concurrency=config.rollout.max_in_flight,
         seed=config.seed,
         stop=stop,
-        recover=fleet.look,
+        recover=fleet.recovered,
     )

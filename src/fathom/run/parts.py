@@ -15,6 +15,7 @@ from fathom.run.resolve import PromptedTask
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
+from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
 
 
@@ -38,6 +39,8 @@ class Parts:
     """Publishes versions."""
     fleet: Fleet
     """The engines."""
+    desk: Desk
+    """Where the operator's requests are carried out."""
     recorder: Recorder
     """Writes the history."""
     checkpoints: Checkpoints

@@ -4,7 +4,7 @@
       ^                                                                                      |
       +------ a start waits until the staleness bound admits one more group <----------------+
 
-`admit` starts groups, each trajectory is a task of its own, `train` takes batches, `watch` looks after the engines.
+`admit` starts groups, each trajectory is a task of its own, `train` takes batches, `watch` hears from the engines.
 They share one state machine, the buffer, and wake each other by `_changed`. Staleness bound 0 is the synchronous run:
 the same loops, of which always one waits.
 """
@@ -62,7 +62,8 @@ class Pipeline:
             await self._checkpoint()
         try:
             async with asyncio.TaskGroup() as loops:
-                endless = [loops.create_task(loop) for loop in (self._admit(loops), self._watch(), self._sample())]
+                forever = self._admit(loops), self._watch(), self._sample(), self._p.desk.serve()
+                endless = [loops.create_task(loop) for loop in forever]
                 reason = await self._train()
                 for task in (*endless, *self._trajectories):
                     task.cancel()
@@ -154,10 +155,10 @@ class Pipeline:
         return None
 
     async def _watch(self) -> None:
-        """Replace engines that die or fall silent. Waits for the next look."""
+        """Pass on that engines came or went; ends the run when too few are left. Waits for the fleet."""
         while True:
-            if await self._p.fleet.look():
-                self._wake()
+            await self._p.fleet.changed()
+            self._wake()
 
     async def _sample(self) -> None:
         """Write down how the loops stand, once a second; also makes the history durable in between steps."""
@@ -263,4 +264,5 @@ def _step_taken(outcome: StepOutcome, batch: TrainBatch, digest: str, waited_s: 
         reward_mean=sum(rewards) / len(rewards) if rewards else None,
         weights_digest=digest,
         waited_s=waited_s,
+        routes=outcome.routes,
     )

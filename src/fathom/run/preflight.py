@@ -14,8 +14,6 @@ from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.core.ports.engine import Capabilities
 
-ENGINES = 1
-"""Engines of a run on one machine."""
 _PACKAGES = {Tracker.TENSORBOARD: "tensorboard", Tracker.WANDB: "wandb"}
 _STATE_BYTES_PER_PARAMETER = 3 * 4
 """Float32 masters and two moments."""
@@ -24,7 +22,7 @@ _SPARE_BYTES = 64 << 20
 
 
 def check_machine(config: RunConfig, weight_bytes: int) -> None:
-    """Look for packages, a free port, the access token, engines and disk space.
+    """Look for packages, a free port, the access token and disk space.
 
     Args:
         config: validated options.
@@ -36,10 +34,6 @@ def check_machine(config: RunConfig, weight_bytes: int) -> None:
     for tracker in config.trackers:
         if importlib.util.find_spec(_PACKAGES[tracker]) is None:
             raise MissingDependencyError(f"trackers = ['{tracker}']", _PACKAGES[tracker], tracker.value)
-    if config.sync.min_engines > ENGINES:
-        raise ConfigError(
-            f"sync.min_engines = {config.sync.min_engines}, but a run on one machine has {ENGINES} engine; lower it"
-        )
     access_token(config.engine)
     _check_port(config.engine)
     _check_disk(config, weight_bytes)

@@ -15,6 +15,7 @@ from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError, RunStoppedError
 from fathom.core.ports.environment import Environment
 from fathom.envs.grading.grader import Grader
+from fathom.rollout.engines.registry import Launcher
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.past import ended_as_asked
 from fathom.run.history.recorder import Observer
@@ -76,10 +77,10 @@ class Run:
         run._folder = opened
         return run
 
-    def start(self, observers: Sequence[Observer] = ()) -> RunResult:
+    def start(self, observers: Sequence[Observer] = (), *, launcher: Launcher | None = None) -> RunResult:
         """Run to the end; one that has come to its end, and whose config is still the same, ends at once.
 
-        `observers` see every event as it is recorded.
+        `observers` see every event as it is recorded. `launcher` starts engines of your own in place of `engine.kind`.
 
         Raises:
             ConfigError: the machine refuses something after all; a fresh run leaves no folder then.
@@ -92,13 +93,13 @@ class Run:
         try:
             if reason := ended_as_asked(folder, self.resolved.config):
                 return RunResult(folder=folder.path, reason=reason, exit_code=0)
-            return asyncio.run(self._main(folder, tuple(observers)))
+            return asyncio.run(self._main(folder, tuple(observers), launcher))
         finally:
             if self._folder is None:
                 folder.remove_if_unused()
             folder.unlock()
 
-    async def _main(self, folder: RunFolder, observers: tuple[Observer, ...]) -> RunResult:
+    async def _main(self, folder: RunFolder, observers: tuple[Observer, ...], launcher: Launcher | None) -> RunResult:
         stop = Stop()
         stop.listen()
         task = self.resolved.config.task
@@ -108,7 +109,7 @@ class Run:
                 await grader.start()
             from fathom.run.local import drive  # the heavy half: after the graders have started
 
-            reason = await drive(self.resolved, folder, grader, stop, observers)
+            reason = await drive(self.resolved, folder, grader, stop, observers, launcher)
         except RunStoppedError:
             reason = "stopped"
         finally:

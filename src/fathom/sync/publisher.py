@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import final
@@ -35,6 +35,13 @@ from fathom.sync.transports.transport import Transport
 
 _NO_FAULTS = NoFaults()
 _RESTORING = "it is being restored"
+
+OnFence = Callable[[EngineId, str], None]
+"""Told of each engine that is fenced, at that moment, and why."""
+
+
+def _tell_nobody(engine: EngineId, reason: str) -> None:
+    """Nobody discards what the engine had not finished: for those who send it no requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +66,19 @@ class Publisher:
     """
 
     def __init__(
-        self, engines: Sequence[Receiver], transport: Transport, config: SyncConfig, faults: Faults = _NO_FAULTS
+        self,
+        engines: Sequence[Receiver],
+        transport: Transport,
+        config: SyncConfig,
+        faults: Faults = _NO_FAULTS,
+        on_fence: OnFence = _tell_nobody,
     ) -> None:
         """`faults` reaches `write.before`, `write.after`, and those of the phases stage, verify, commit, rollback."""
         self._engines = {engine.id: engine for engine in engines}
         self._transport = transport
         self._config = config
         self._faults = faults
+        self._on_fence = on_fence
         self._fenced: dict[EngineId, str] = {}
         self._delivered: _Offer | None = None
         self._turn = asyncio.Lock()
@@ -87,8 +100,18 @@ class Publisher:
         return dict(self._fenced)
 
     def fence(self, engine: EngineId, reason: str) -> None:
-        """Send an engine no requests until it is restored."""
+        """Send an engine no requests until it is restored. One that left is not heard of again."""
+        if engine not in self._engines:
+            return
+        news = engine not in self._fenced
         self._fenced[engine] = reason
+        if news:
+            self._on_fence(engine, reason)
+
+    @property
+    def holders(self) -> tuple[EngineId, ...]:
+        """Engines that are not fenced: they take part in the next publication."""
+        return self._trusted()
 
     async def publish(
         self,
@@ -135,7 +158,7 @@ class Publisher:
         """
         async with self._turn:
             self._engines[engine.id] = engine
-            self.fence(engine.id, _RESTORING)
+            self._fenced[engine.id] = _RESTORING
             if self._delivered is not None:
                 stage, verify = await self._prepare(self._delivered, [engine.id])
                 self._fence_all(stage.refused | verify.refused)
@@ -143,6 +166,12 @@ class Publisher:
             if self._fenced[engine.id] != _RESTORING:
                 raise EngineError(engine.id, f"cannot be restored, replace it; {self._fenced[engine.id]}")
             del self._fenced[engine.id]
+
+    async def remove(self, engine: EngineId) -> None:
+        """An engine takes part no longer, once the publication on its way has ended."""
+        async with self._turn:
+            self._engines.pop(engine, None)
+            self._fenced.pop(engine, None)
 
     async def close(self) -> None:
         """Close the transport. Engines go on serving what they hold; nothing more is published. Idempotent.

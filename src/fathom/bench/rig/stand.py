@@ -56,7 +56,7 @@ class Stand:
     def runner(self, grade: Grade, stop_ids: tuple[int, ...]) -> EpisodeRunner:
         """Plays episodes on the engine."""
         return EpisodeRunner(
-            router=Router(lambda: [self.engine]),
+            router=Router(lambda: [self.engine], lambda engine, reason: None),
             decode=self.tokenizer.decode,
             grade=grade,
             stop_ids=stop_ids,

@@ -30,7 +30,8 @@ class Delivery:
     """Publishes versions, one at a time, while the trainer goes on.
 
     The trainer waits only until its weights are written; engines stage, verify and commit them while it computes the
-    next step. A publication that fails is recorded, engines are recovered, and the caller may publish a later version.
+    next step. A publication that fails is recorded; once enough engines are whole, the caller may publish a later
+    version.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Delivery:
         )
 
     async def _publish(self, number: int, written: asyncio.Event) -> Publication | None:
-        """One attempt. None: it failed, and what could be recovered is."""
+        """One attempt. None: it failed, and enough engines are whole for another one."""
         try:
             publication = await self._fleet.publisher.publish(
                 self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight, written
@@ -132,7 +133,7 @@ class Delivery:
             self._failures += 1
             if self._failures >= _MAX_FAILURES:
                 raise
-            await self._fleet.recover()
+            await self._fleet.recovered()
             return None
         self._failures = 0
         return publication

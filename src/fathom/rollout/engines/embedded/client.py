@@ -38,11 +38,13 @@ from fathom.rollout.engines.embedded.messages import (
     StatusCall,
     VerifyCall,
 )
-from fathom.rollout.engines.embedded.multiplexer import Multiplexer
+from fathom.rollout.engines.embedded.multiplexer import Multiplexer, require_frames
 from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 _KEEP_IDLE_S = 5.0
+_CONNECT_S = 10.0
+"""Deadline of a connection. Whatever fails before there is one has not begun."""
 _MARGIN_S = 5.0
 """What a call may take beyond a deadline that the engine itself keeps."""
 
@@ -58,7 +60,7 @@ class EmbeddedEngine:
             base_url=process.url,
             headers={"authorization": f"Bearer {process.spec.token}"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S),
-            timeout=None,  # every call has a deadline of its own, set where it is made
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # every call has a deadline of its own, where it is made
             trust_env=False,
         )
         self._multiplexer = Multiplexer(self._http, self._abort)
@@ -150,6 +152,7 @@ class EmbeddedEngine:
     async def _call(self, name: str, call: msgspec.Struct, kind: type[Answer], timeout_s: float) -> Answer:
         async with self._boundary(_Deadline(name, timeout_s)):
             response = await self._http.post(f"/{name}", content=frame(call))
+            require_frames(response)
             (record,) = FrameReader(kind | Failure).feed(response.content)
             return self._checked(record)
 
@@ -169,10 +172,11 @@ class EmbeddedEngine:
         except TimeoutError as error:
             raise EngineTimeoutError(self.id, f"{deadline.name} took more than {deadline.timeout_s:g} s") from error
         except (httpx.TransportError, RecordError, ValueError) as error:
+            sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             if await self._process.ended():
-                raise self._process.death(f"ended during {deadline.name}") from error
-            reason = f"{deadline.name} failed: {type(error).__name__}: {error}"
-            raise EngineError(self.id, reason + _advice(error)) from error
+                raise self._process.death(f"ended during {deadline.name}", may_have_begun=sent) from error
+            reason = f"{deadline.name} failed: {type(error).__name__}: {error}{_advice(error)}"
+            raise EngineError(self.id, reason, may_have_begun=sent) from error
 
 
 @final

@@ -20,6 +20,9 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 
+FRAMES = "application/x-fathom-frames"
+"""Media type of every answer."""
+
 
 class FailureKind(StrEnum):
     """Which error the client raises."""

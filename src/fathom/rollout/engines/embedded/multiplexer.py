@@ -12,7 +12,15 @@ import httpx
 from fathom.core.errors import EngineError, RecordError
 from fathom.core.ports.engine import GenerateChunk, GenerateRequest, ScoreRequest, ScoreResult
 from fathom.core.wire import FrameReader, frame
-from fathom.rollout.engines.embedded.messages import Failure, RequestFailure, Scored, Streamed, StreamFrame, SubmitCall
+from fathom.rollout.engines.embedded.messages import (
+    FRAMES,
+    Failure,
+    RequestFailure,
+    Scored,
+    Streamed,
+    StreamFrame,
+    SubmitCall,
+)
 
 _GATHER_S = 0.001
 """How long the first request of a call waits for others."""
@@ -109,6 +117,7 @@ class Multiplexer:
         reader = FrameReader(StreamFrame | Failure)
         call.sent = True
         async with self._http.stream("POST", "/submit", content=frame(SubmitCall(requests=requests))) as response:
+            require_frames(response)
             call.answered = True
             if call.left:
                 self._spawn(self._end_early(call))
@@ -132,6 +141,12 @@ class Multiplexer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def require_frames(response: httpx.Response) -> None:
+    """Raise `RecordError` for an error that is not told in a record: something else answers, or half of the engine."""
+    if response.is_error and response.headers.get("content-type") != FRAMES:
+        raise RecordError(f"answered HTTP {response.status_code} without a record")
 
 
 @final

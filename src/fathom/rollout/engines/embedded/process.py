@@ -129,10 +129,10 @@ class EngineProcess:
             await asyncio.sleep(_REAP_S)
         return False
 
-    def death(self, reason: str) -> EngineDeadError:
+    def death(self, reason: str, *, may_have_begun: bool) -> EngineDeadError:
         """The error that says how it died."""
-        code = self._process.returncode
-        return EngineDeadError(self.spec.engine, f"{reason} (exit code {code})", last_lines(self.spec.log_path))
+        code, log = self._process.returncode, last_lines(self.spec.log_path)
+        return EngineDeadError(self.spec.engine, f"{reason} (exit code {code})", log, may_have_begun=may_have_begun)
 
     async def close(self) -> None:
         """Terminate it, kill it if that takes too long, and wait for its end. Idempotent."""

@@ -88,7 +88,7 @@ class ScriptedEngine:
         self._seen: set[str] = set()
         self._prefixes: set[tuple[int, bytes]] = set()
         self._draining: asyncio.Future[None] | None = None
-        self._dead = False
+        self._dead = asyncio.Event()
 
     @property
     def id(self) -> EngineId:
@@ -106,7 +106,7 @@ class ScriptedEngine:
 
     def die(self) -> None:
         """Every call, those under way included, raises EngineDeadError from now on."""
-        self._dead = True
+        self._dead.set()
         for generation in self._generations.values():
             generation.turn.set()
         if self._draining is not None and not self._draining.done():
@@ -228,7 +228,7 @@ class ScriptedEngine:
 
     def _accept(self, request: GenerateRequest) -> Generation:
         self.calls.append(Call.GENERATE)
-        self._require_alive()
+        self._require_alive(may_have_begun=False)
         live = self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._script.vocab_size))
         if request.request_id in self._seen:
@@ -245,7 +245,7 @@ class ScriptedEngine:
 
     def _admit(self) -> None:
         """Let waiting generations run while there is room."""
-        if self._dead or self._version is None:
+        if self._dead.is_set() or self._version is None:
             return
         running = sum(generation.started for generation in self._generations.values())
         while running < self._max_running:
@@ -316,19 +316,29 @@ class ScriptedEngine:
         if trouble is Trouble.FAILS:
             raise EngineError(self._id, "the script says that this fails")
         if trouble is Trouble.HANGS:
-            await self._sleep(self._pace.deadline_s)
+            await self._hang()
             self._require_alive()
             raise EngineTimeoutError(self._id, f"no answer within {self._pace.deadline_s:g} s")
         if trouble is Trouble.DIES:
             self.die()
             self._require_alive()
 
-    def _require_alive(self) -> None:
-        if self._dead:
-            raise self._death()
+    async def _hang(self) -> None:
+        """Until the deadline of the call, or the engine's death."""
+        ends = [asyncio.ensure_future(self._sleep(self._pace.deadline_s)), asyncio.ensure_future(self._dead.wait())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
-    def _death(self) -> EngineDeadError:
-        return EngineDeadError(self._id, "has ended", "(a scripted engine keeps no log)")
+    def _require_alive(self, *, may_have_begun: bool = True) -> None:
+        if self._dead.is_set():
+            raise self._death(may_have_begun=may_have_begun)
+
+    def _death(self, *, may_have_begun: bool = True) -> EngineDeadError:
+        log = "(a scripted engine keeps no log)"
+        return EngineDeadError(self._id, "has ended", log, may_have_begun=may_have_begun)
 
     def _require_staged(self) -> Manifest:
         if self._staged is None:
