@@ -134,6 +134,7 @@ def outcome_of(number: int, rows: Sequence[tuple[Row, np.ndarray]], *, stepped: 
         metrics=METRICS,
         mismatch=None,
         slices=(),
+        routes=None,
         rows=tuple(
             RowOutcome(
                 trajectory=row.trajectory,

@@ -60,6 +60,7 @@ def make_row(
         temperature=np.full(sampled, 1.0, np.float32),
         kept=_kept(rng, ids[prompt:]) if kept else None,
         routes=None,
+        mixed_routes=None,
     )
 
 

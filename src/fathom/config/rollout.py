@@ -45,6 +45,9 @@ class RolloutConfig(Section):
     """Largest kept set that may have to be recorded for one token; a larger possible one is refused at start."""
     in_flight: InFlightMode = InFlightMode.CONTINUE
     """What a weight update does with running generations. max_staleness = 0 implies `drain`."""
+    record_routes: bool = False
+    """Record which experts each token went to, in every layer; a rollout without them fails. Needs a model with
+    experts, and an engine with the capability `routes`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation."""
 

@@ -19,7 +19,7 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Hugging Face folder (model and tokenizer), or a hub id where a hub is reached. None: a tiny model."""
-    tiny: str | None = Field(default=None, pattern="^(arithmetic)$")
+    tiny: str | None = Field(default=None, pattern="^(arithmetic|moe)$")
     """Name of a tiny model made from the seed, with its own tokenizer. None: `path` is used."""
     chat_template: bool = True
     """Render prompts by the tokenizer's chat template. False: the messages' contents joined as plain text."""
@@ -156,6 +156,8 @@ class RunConfig(Section):
             )
         if clock.max_staleness == 0 and clock.on_stale is not OnStale.WAIT:
             raise ValueError(f"staleness.on_stale = '{clock.on_stale}' changes nothing at max_staleness = 0; remove it")
+        if trainer.replay_routes and not rollout.record_routes:
+            raise ValueError("trainer.replay_routes = true needs the engine's routes: set rollout.record_routes = true")
         if self.engine.dtype is not None and self.engine.dtype is not trainer.dtype:
             raise ValueError(
                 f"engine.dtype = '{self.engine.dtype}' differs from the published cast, trainer.dtype = "

@@ -50,6 +50,9 @@ class TrainerConfig(Section):
     """Torch device."""
     threads: int = Field(default=1, gt=0, le=1024)
     """CPU threads."""
+    replay_routes: bool = False
+    """Use the experts that the engine recorded (R3), in the log-probabilities before a step and in the step. Gates are
+    computed from the trainer's own logits. Needs `rollout.record_routes`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
 

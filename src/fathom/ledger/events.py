@@ -6,7 +6,7 @@ import msgspec
 
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
 from fathom.core.records.states import AttemptState, Fate
-from fathom.core.records.step import Mismatch, MismatchSlice, RowOutcome, StepMetrics
+from fathom.core.records.step import Mismatch, MismatchSlice, RouteMetrics, RowOutcome, StepMetrics
 
 
 class IncarnationOpened(msgspec.Struct, frozen=True, tag="incarnation_opened.1"):
@@ -133,6 +133,8 @@ class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
     """Root digest of the cast weights after the step."""
     waited_s: float
     """Seconds the trainer waited for the batch."""
+    routes: RouteMetrics | None = None
+    """Expert routes. None: no row trained has any."""
 
 
 class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):

@@ -124,7 +124,7 @@ class LanguageModel:
             RecordError: `forced` is not complete, or not of this model.
         """
         if self.shape.experts is None:
-            raise ConfigError("a dense model has no expert routes: leave [routing] out, or choose a model with experts")
+            raise ConfigError("a dense model has no expert routes: turn rollout.record_routes off")
         return Routing(self.shape.experts, tokens, self.device, forced=forced, margins=margins)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -117,16 +117,17 @@ class Routing:
         Args:
             layer: index among the layers with experts.
             rule: how this router makes gates.
-            logits: [T, X].
+            logits: [T, X]. Further rows are padding: they are not recorded, and go where they go.
             chosen: int64 [T, E].
         """
         started = time.perf_counter()
-        self._chosen[:, layer] = chosen.to(self._chosen.dtype)
+        tokens = len(self._chosen)
+        self._chosen[:, layer] = chosen[:tokens].to(self._chosen.dtype)
         if self._margins is not None:
-            self._margins[:, layer] = rule.margin(logits.detach(), chosen)
+            self._margins[:, layer] = rule.margin(logits[:tokens].detach(), chosen[:tokens])
         used = None
         if self._forced is not None:
-            ids = self._forced[:, layer].long()
+            ids = torch.cat((self._forced[:, layer].long(), chosen[tokens:]))
             used = rule.gates(logits, ids), ids
         self.seconds += time.perf_counter() - started
         return used

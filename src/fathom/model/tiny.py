@@ -6,16 +6,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, Qwen3MoeConfig
 
 from fathom.core.errors import ConfigError
 
-TINY_NAMES = ("arithmetic",)
-"""Models that `make_tiny` can make."""
+_CONFIGS: dict[str, tuple[type[Any], dict[str, int | bool]]] = {
+    "arithmetic": (
+        LlamaConfig,
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "moe": (
+        Qwen3MoeConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+TINY_NAMES = tuple(_CONFIGS)
+"""Models that `make_tiny` can make: a dense one of about 0.6 M parameters, and one with experts of about 3 M."""
 
 
 def make_tiny(name: str, seed: int, folder: Path) -> None:
-    """Make a random model of about 0.6 M parameters for the tokenizer that lies in `folder`, beside it.
+    """Make a random model for the tokenizer that lies in `folder`, beside it.
 
     The seed alone fixes the weights; torch's own random state is left as it was.
 
@@ -37,20 +64,17 @@ def make_tiny(name: str, seed: int, folder: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = LlamaConfig(
+    kind, sizes = _CONFIGS[name]
+    config = kind(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=tokenizer.model_max_length,
         initializer_range=0.05,
         tie_word_embeddings=True,
+        **sizes,
         **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)

@@ -84,19 +84,22 @@ class EpisodeRunner:
         grade: Grade,
         stop_ids: tuple[int, ...],
         tokenizer: TokenizerIdentity,
+        record_routes: bool,
     ) -> None:
+        """Play on `router`. `record_routes`: rollouts (not evaluations) come with complete expert routes, or fail."""
         self._router = router
         self._decode = decode
         self._grade = grade
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
+        self._record_routes = record_routes
 
     async def run(self, plan: EpisodePlan) -> Trajectory:
         """Generate, check, grade. Only cancellation comes out as an exception."""
         started_s = time.time()
         try:
             chunks = await self._generate(plan)
-            payload = assemble(plan.prompt_ids, chunks, plan.sampling)
+            payload = assemble(plan.prompt_ids, chunks, plan.sampling, routes=self._wants_routes(plan))
         except (EngineError, RecordError) as error:
             cause = "refused" if isinstance(error, RecordError) else "engine_error"
             return self._failed(plan, started_s, cause, str(error))
@@ -120,11 +123,15 @@ class EpisodeRunner:
             purpose=plan.purpose,
             pinned=plan.pinned,
             barrier=plan.barrier,
+            want_routes=self._wants_routes(plan),
         )
         try:
             return [chunk async for chunk in self._router.generate(request)]
         finally:
             self._router.forget(name)
+
+    def _wants_routes(self, plan: EpisodePlan) -> bool:
+        return self._record_routes and plan.purpose is Purpose.ROLLOUT
 
     async def _judge(self, plan: EpisodePlan, payload: TokenPayload, status: TrajectoryStatus) -> Reward:
         if status is TrajectoryStatus.ABORTED:
@@ -136,7 +143,7 @@ class EpisodeRunner:
         return await self._grade(plan.task, self._decode(answer))
 
     def _failed(self, plan: EpisodePlan, started_s: float, cause: str, detail: str) -> Trajectory:
-        prompt_only = assemble(plan.prompt_ids, [], plan.sampling)
+        prompt_only = assemble(plan.prompt_ids, [], plan.sampling, routes=False)
         reward = Ungraded(cause=cause, detail=detail)
         return Trajectory(
             header=self._header(plan, started_s, TrajectoryStatus.FAILED, f"{cause}: {detail}", reward),
@@ -163,8 +170,12 @@ class EpisodeRunner:
         )
 
 
-def assemble(prompt_ids: np.ndarray, chunks: list[GenerateChunk], sampling: SamplingParams) -> TokenPayload:
+def assemble(
+    prompt_ids: np.ndarray, chunks: list[GenerateChunk], sampling: SamplingParams, *, routes: bool
+) -> TokenPayload:
     """The token payload of one generation, checked against what was sent. No chunks: the prompt alone.
+
+    `routes`: with the expert routes of all tokens but the last, if any token was sampled.
 
     Raises:
         RecordError: the engine's answer contradicts itself, or it executed another prompt.
@@ -183,6 +194,7 @@ def assemble(prompt_ids: np.ndarray, chunks: list[GenerateChunk], sampling: Samp
         kv_version=_join([chunk.kv_version for chunk in chunks], np.int32),
         turns=turns,
         kept=_join_kept(chunks) if sampling.truncates and chunks else None,
+        routes=_join_routes(chunks, len(sampled) - 1) if routes and len(sampled_ids) else None,
     )
     versions = {version.number: version for chunk in chunks for version in chunk.versions}
     if any(versions[version.number] != version for chunk in chunks for version in chunk.versions):
@@ -225,6 +237,16 @@ def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:
         if part.dtype != np.dtype(dtype):
             raise RecordError(f"the engine sent {part.dtype} where {np.dtype(dtype)} is due")
     return np.concatenate([*parts, np.empty(0, dtype)])
+
+
+def _join_routes(chunks: list[GenerateChunk], expected: int) -> np.ndarray:
+    """[expected, L, E]: the routes of all inputs, each delivered once and in order."""
+    parts = [chunk.routes for chunk in chunks if chunk.routes is not None and len(chunk.routes)]
+    if not parts or len({(part.dtype, part.shape[1:]) for part in parts}) != 1 or parts[0].ndim != 3:
+        raise RecordError("the engine sent no expert routes, or routes of several shapes")
+    if (total := sum(map(len, parts))) != expected:
+        raise RecordError(f"the engine sent expert routes of {total} inputs of {expected}: coverage must be complete")
+    return np.concatenate(parts)
 
 
 def _join_kept(chunks: list[GenerateChunk]) -> KeptSets:

@@ -124,6 +124,7 @@ async def _run(
             grade=grader.grade,
             stop_ids=resolved.model.tokenizer.special.stop_ids,
             tokenizer=resolved.renderer.identity,
+            record_routes=config.rollout.record_routes,
         )
         pipeline = Pipeline(
             Parts(
@@ -229,7 +230,8 @@ def _made_tiny(config: RunConfig, folder: RunFolder) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         save_character_tokenizer(unfinished)
-        make_tiny("arithmetic", config.seed, unfinished)
+        assert config.model.tiny is not None, "a model without a folder is a tiny one"
+        make_tiny(config.model.tiny, config.seed, unfinished)
         unfinished.rename(folder.model)
     return folder.model
 

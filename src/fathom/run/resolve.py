@@ -121,6 +121,11 @@ def _check_model(config: RunConfig, model: StartingModel) -> None:
             f"rollout.sampling may keep up to {largest} ids for one token, and each has to be recorded; set "
             f"rollout.sampling.top_k to at most {config.rollout.max_kept_ids}, or raise rollout.max_kept_ids"
         )
+    if config.rollout.record_routes and not model.has_experts:
+        raise ConfigError(
+            "rollout.record_routes = true needs a model with experts, and this one is dense; turn it off, or choose "
+            "another model"
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > model.max_positions:
         raise ConfigError(

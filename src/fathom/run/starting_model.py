@@ -12,7 +12,9 @@ from fathom.core.errors import ConfigError
 from fathom.text.characters import save_character_tokenizer
 from fathom.text.tokenizer import Tokenizer
 
-_TINY_BYTES = 4_000_000
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Entries of a config.json that give a model experts."""
+_TINY_BYTES = 16_000_000
 """More than the weights of a tiny model."""
 
 
@@ -30,14 +32,16 @@ class StartingModel:
     """Longest sequence it was made for."""
     size_bytes: int
     """Bytes of its weights on disk."""
+    has_experts: bool
+    """It routes tokens to experts."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> StartingModel:
         """Look at the model that the options name; a hub id is fetched. Raises ConfigError when it is not usable."""
-        return _tiny() if model.path is None else _in_folder(_folder(model.path), model.path)
+        return _tiny(model.tiny or "") if model.path is None else _in_folder(_folder(model.path), model.path)
 
 
-def _tiny() -> StartingModel:
+def _tiny(name: str) -> StartingModel:
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = save_character_tokenizer(Path(folder))
         return StartingModel(
@@ -46,6 +50,7 @@ def _tiny() -> StartingModel:
             vocab_size=vocabulary.size,
             max_positions=vocabulary.max_positions,
             size_bytes=_TINY_BYTES,
+            has_experts=name == "moe",
         )
 
 
@@ -78,4 +83,5 @@ def _in_folder(folder: Path, path: str) -> StartingModel:
         vocab_size=vocab_size,
         max_positions=max_positions,
         size_bytes=sum(file.stat().st_size for file in weights),
+        has_experts=any(facts.get(entry) for entry in _EXPERT_COUNTS),
     )

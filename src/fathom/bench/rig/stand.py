@@ -61,6 +61,7 @@ class Stand:
             grade=grade,
             stop_ids=stop_ids,
             tokenizer=self.renderer.identity,
+            record_routes=False,
         )
 
 

@@ -36,7 +36,9 @@ class Row:
     kept: KeptSets | None
     """Kept sets of the N tokens. None: full vocabulary everywhere."""
     routes: np.ndarray | None
-    """uint8 or uint16 [T-1, L, E] expert ids. None: not recorded."""
+    """uint8 or uint16 [T-1, L, E] expert ids of the tokens as inputs. None: not recorded."""
+    mixed_routes: np.ndarray | None
+    """bool [N]: routes before the token were recorded under an older version than its own. None: no routes."""
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
@@ -60,6 +62,7 @@ def _row(trajectory: Trajectory, index: int, branch: TokenBranch) -> Row:
         temperature=np.array([_sampling_at(branch, int(p)).temperature for p in positions], dtype=np.float32),
         kept=branch.kept.select(among_sampled) if branch.kept is not None else None,
         routes=branch.routes,
+        mixed_routes=branch.mixed_routes[among_sampled] if branch.routes is not None else None,
     )
 
 

@@ -29,6 +29,8 @@ class MaskReason(StrEnum):
     """Its trajectory ended in another state than trained; the attempts book says which."""
     NO_LOSS = "no_loss"
     """It was sampled without loss (an abandoned branch, or the environment's choice) in a trained trajectory."""
+    ROUTES = "routes"
+    """Its row had no complete expert routes, and they were to be replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,35 @@ class MismatchSlice(msgspec.Struct, frozen=True, tag="mismatch_slice.1"):
     """Over those tokens."""
 
 
+class RouteMetrics(msgspec.Struct, frozen=True, tag="route_metrics.1"):
+    """Recorded expert routes beside the trainer's own choice, over the input tokens of a step, context included.
+
+    Routes are compared as sets. Where routes are replayed, the trainer's choice in a layer is the one it would have
+    made after the layers before it were forced.
+    """
+
+    tokens: int
+    """Input tokens compared; the rest is only meaningful when > 0."""
+    agreement: float
+    """Share of tokens for which every layer agrees."""
+    layer_agreement: tuple[float, ...]
+    """Share of tokens that agree, layer by layer."""
+    overlap: float
+    """Mean share of the recorded experts that the trainer chose too."""
+    forced_share: float
+    """Share of tokens whose recorded experts were used."""
+    mixed_share: float
+    """Share of the tokens with loss before which routes were recorded under an older version than their own."""
+    margin_mean: float | None
+    """Mean score by which the trainer's choice was made. None: there was nothing left to choose from."""
+    margin_p01: float | None
+    """1st percentile of the same."""
+    size_bytes: int
+    """Bytes of the recorded routes of the step's rows."""
+    seconds: float
+    """Seconds the trainer spent on recording, comparing and replaying routes."""
+
+
 class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
     """What happened to one row at the step."""
 
@@ -114,6 +145,9 @@ class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
     """int8 [N]: -1 in the gradient, else the index of the MaskReason."""
     advantage: float
     """Advantage of the trajectory."""
+    route_changes: np.ndarray | None = None
+    """int16 [N]: layers in which the trainer's choice for the input before the token differs from the recorded one.
+    None: the row has no routes."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
@@ -160,5 +194,7 @@ class StepOutcome(msgspec.Struct, frozen=True, tag="step_outcome.1"):
     """Mismatch over all its tokens before any rejection. None: no tokens."""
     slices: tuple[MismatchSlice, ...]
     """The same by (age, KV age)."""
+    routes: RouteMetrics | None
+    """Expert routes. None: no row trained has any."""
     rows: tuple[RowOutcome, ...]
     """Every row, in batch order."""

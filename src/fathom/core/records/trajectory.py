@@ -147,6 +147,14 @@ class TokenBranch(msgspec.Struct, frozen=True, tag="branch.1"):
     def __post_init__(self) -> None:
         _check_branch(self)
 
+    @property
+    def mixed_routes(self) -> np.ndarray:
+        """bool [S]: a route before this token was recorded under an older version than the token's own.
+
+        A route is the first one recorded for its position; a version that came later may have computed it again.
+        """
+        return np.minimum.accumulate(self.kv_version) < self.policy_version
+
 
 class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
     """The payload of a language model's trajectory."""

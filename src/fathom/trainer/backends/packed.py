@@ -8,6 +8,7 @@ from typing import Self, final
 
 import numpy as np
 
+from fathom.core.errors import RecordError
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.row import Row
 from fathom.core.records.trajectory import KeptSets
@@ -37,15 +38,28 @@ class PackedRows:
     """float32 [N]: what the logits are divided by."""
     kept: KeptSets | None
     """Kept sets of the N tokens. None: full vocabulary everywhere."""
+    routes: np.ndarray | None
+    """uint8 or uint16 [T, L, E]: recorded experts of the input tokens. None: a row has none."""
+    forced: bool
+    """The recorded experts are to be used instead of those that the live routers choose."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row]) -> Self:
-        """Pack training rows, at least one."""
+    def of_rows(cls, rows: Sequence[Row], *, forced: bool = False) -> Self:
+        """Pack training rows, at least one. `forced`: replay their routes.
+
+        Raises:
+            RecordError: routes are to be forced and a row has none.
+        """
+        routes = _joined_routes(rows)
+        if forced and routes is None:
+            raise RecordError("routes are to be replayed, and a row has none; such rows must not reach the forward")
         return cls._lay(
             [row.token_ids for row in rows],
             [row.positions for row in rows],
             temperature=np.concatenate([row.temperature for row in rows]),
             kept=_joined_kept(rows),
+            routes=routes,
+            forced=forced,
         )
 
     @classmethod
@@ -57,6 +71,8 @@ class PackedRows:
             positions,
             temperature=np.ones(sum(map(len, positions)), dtype=np.float32),
             kept=None,
+            routes=None,
+            forced=False,
         )
 
     @classmethod
@@ -66,6 +82,8 @@ class PackedRows:
         positions: Sequence[np.ndarray],
         temperature: np.ndarray,
         kept: KeptSets | None,
+        routes: np.ndarray | None,
+        forced: bool,
     ) -> Self:
         inputs = [ids[: places[-1]] for ids, places in zip(token_ids, positions, strict=True)]
         lengths = [len(row) for row in inputs]
@@ -81,11 +99,19 @@ class PackedRows:
             loss_lengths=tuple(len(places) for places in positions),
             temperature=temperature,
             kept=kept,
+            routes=routes,
+            forced=forced,
         )
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut an array [N] back into the rows' parts."""
         return np.split(values, np.cumsum(self.loss_lengths)[:-1])
+
+
+def _joined_routes(rows: Sequence[Row]) -> np.ndarray | None:
+    """The routes of the rows' input tokens end to end; None where a row has none."""
+    parts = [row.routes[: row.positions[-1]] for row in rows if row.routes is not None]
+    return np.concatenate(parts) if len(parts) == len(rows) else None
 
 
 def _joined_kept(rows: Sequence[Row]) -> KeptSets | None:

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from fathom.config.trainer import OptimizerConfig
+from fathom.model.routing import ExpertShape, Routing
 from fathom.trainer.backends.packed import PackedRows
 
 Report = TypeVar("Report")
@@ -39,19 +40,27 @@ class Backend(Protocol):
         """Updates applied in this phase."""
         ...
 
+    @property
+    def experts(self) -> ExpertShape | None:
+        """How many experts the model has. None: a dense one."""
+        ...
+
     def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
         """Start a phase of `steps` planned updates: counter 0, fresh moments, no gradient."""
         ...
 
     def logprobs(self, rows: PackedRows) -> Tensor:
-        """float32 [N] on the CPU: log-probabilities under the current weights."""
+        """float32 [N] on the CPU: log-probabilities under the current weights, by forced routes if the rows say so."""
         ...
 
-    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]) -> Report:
+    def accumulate(
+        self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]
+    ) -> tuple[Report, Routing | None]:
         """One forward and one backward.
 
         `loss_of` gets the log-probabilities, float32 [N] on the CPU and differentiable, and returns a scalar, whose
-        gradient is added, and whatever it has to report, which is returned.
+        gradient is added, and whatever it has to report, which is returned. With it comes what the routers chose by
+        themselves, where the rows have routes to compare it with.
         """
         ...
 

@@ -17,6 +17,7 @@ from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
+from fathom.model.routing import ExpertShape, Routing
 from fathom.trainer.backends.adamw import AdamW
 from fathom.trainer.backends.masters import masters_of, zero_gradients
 from fathom.trainer.backends.packed import PackedRows
@@ -50,6 +51,11 @@ class TorchBackend:
         return self._step
 
     @property
+    def experts(self) -> ExpertShape | None:
+        """See `port.Backend`."""
+        return self._model.shape.experts
+
+    @property
     def masters(self) -> Mapping[str, Tensor]:
         """float32 masters by name; with a float32 forward the parameters themselves."""
         return self._masters.tensors
@@ -63,13 +69,16 @@ class TorchBackend:
     def logprobs(self, rows: PackedRows) -> Tensor:
         """See `port.Backend`."""
         with torch.no_grad():
-            return self._forward(rows).cpu()
+            return self._forward(rows, self._routing(rows) if rows.forced else None).cpu()
 
-    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]) -> Report:
+    def accumulate(
+        self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]
+    ) -> tuple[Report, Routing | None]:
         """See `port.Backend`."""
-        loss, report = loss_of(self._forward(rows).cpu())
+        routing = self._routing(rows, margins=True) if rows.routes is not None else None
+        loss, report = loss_of(self._forward(rows, routing).cpu())
         loss.backward()
-        return report
+        return report, routing
 
     def discard(self) -> None:
         """See `port.Backend`."""
@@ -130,10 +139,13 @@ class TorchBackend:
         self._step = state.step
         self.discard()
 
-    def _forward(self, rows: PackedRows) -> Tensor:
+    def _routing(self, rows: PackedRows, *, margins: bool = False) -> Routing:
+        return self._model.routing(len(rows.input_ids), forced=rows.routes if rows.forced else None, margins=margins)
+
+    def _forward(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """float32 [N] on the device; the head is computed for tokens with loss alone."""
         plan = PackedAttention(rows.lengths)
-        hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan)
+        hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan, routing)
         chosen = hidden.index_select(0, self._tensor(rows.sources))
         targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
         return head_logprobs(self._model, chosen, targets, temperature, rows.kept)

@@ -12,6 +12,7 @@ from fathom.config.trainer import StalenessConfig
 from fathom.core.errors import RecordError
 from fathom.core.records.row import Row
 from fathom.core.records.step import TrainBatch
+from fathom.model.routing import ExpertShape
 from fathom.trainer.objective.advantages import group_advantages
 
 
@@ -26,6 +27,8 @@ class Candidate:
     """Advantage of its trajectory, from all graded members of the group."""
     truncated: bool
     """Its trajectory ended as truncated."""
+    routable: bool
+    """Its expert routes are complete, or are not to be replayed."""
     old_logprobs: np.ndarray | None = None
     """float32 [N]: trainer's log-probabilities before the first step on the batch. None: no pass was made for it."""
 
@@ -47,8 +50,12 @@ class Candidate:
         )
 
 
-def candidates_of(batch: TrainBatch, advantage: Advantage, version: int) -> list[Candidate]:
+def candidates_of(
+    batch: TrainBatch, advantage: Advantage, version: int, replayed: ExpertShape | None
+) -> list[Candidate]:
     """All rows of a batch, in batch order, at the trainer's `version`.
+
+    `replayed`: the model whose routes the rows must have. None: routes are not replayed.
 
     Raises:
         RecordError: a row's trajectory has no reward in its group, or a token comes from a version not yet made.
@@ -67,6 +74,11 @@ def candidates_of(batch: TrainBatch, advantage: Advantage, version: int) -> list
                     row=row,
                     advantage=advantages[row.trajectory],
                     truncated=row.trajectory in group.truncated,
+                    routable=replayed is None or _has_routes(row, replayed),
                 )
             )
     return candidates
+
+
+def _has_routes(row: Row, shape: ExpertShape) -> bool:
+    return row.routes is not None and not shape.fault(row.routes, len(row.token_ids) - 1)

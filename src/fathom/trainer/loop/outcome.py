@@ -9,7 +9,7 @@ import numpy as np
 from fathom.core.records.step import Mismatch, MismatchSlice, RowOutcome, StepMetrics, StepOutcome
 from fathom.trainer.backends.port import Update
 from fathom.trainer.loop.candidate import Candidate
-from fathom.trainer.loop.tally import OVER_AGE, Tally
+from fathom.trainer.loop.tally import Tally
 from fathom.trainer.objective.mismatch import measure_by_age, measure_mismatch
 from fathom.trainer.objective.plan import MASK_CODES
 
@@ -34,13 +34,15 @@ def step_outcome(
         step_s: seconds.
     """
     mismatch, slices = _mismatch(candidates, tally, version)
+    trained = _trained(candidates, tally)
     return StepOutcome(
         number=version + 1,
         stepped=update is not None and update.applied,
         why_not=_why_not(tally, update),
-        metrics=_metrics(candidates, tally, update, has_reference, step_s),
+        metrics=_metrics(trained, tally, update, has_reference, step_s),
         mismatch=mismatch,
         slices=slices,
+        routes=tally.routes.metrics([candidate.row for candidate in trained]),
         rows=tuple(
             RowOutcome(
                 trajectory=candidate.row.trajectory,
@@ -50,19 +52,30 @@ def step_outcome(
                 weights=tally.weights[place],
                 mask_codes=tally.mask_codes[place],
                 advantage=candidate.advantage,
+                route_changes=_route_changes(tally.route_changes[place]),
             )
             for candidate, place in zip(candidates, tally.places, strict=True)
         ),
     )
 
 
+def _trained(candidates: Sequence[Candidate], tally: Tally) -> list[Candidate]:
+    """Those that were not removed before any forward."""
+    removed = tally.untrained
+    return [candidate for candidate, place in zip(candidates, tally.places, strict=True) if not removed[place][0]]
+
+
+def _route_changes(changes: np.ndarray) -> np.ndarray | None:
+    return None if np.any(changes < 0) else changes
+
+
 def _mismatch(
     candidates: Sequence[Candidate], tally: Tally, version: int
 ) -> tuple[Mismatch | None, tuple[MismatchSlice, ...]]:
-    """Over the tokens of the rows within the bounds, whatever the correction did with them."""
+    """Over the tokens of the rows that were not removed, whatever the correction did with them."""
     if not candidates:
         return None, ()
-    here = tally.mask_codes != OVER_AGE
+    here = ~tally.untrained
     behaviour, policy_version, kv_version = (
         np.concatenate(columns)[here]
         for columns in zip(*((c.row.logprobs, c.row.policy_version, c.row.kv_version) for c in candidates), strict=True)
@@ -83,14 +96,9 @@ def _why_not(tally: Tally, update: Update | None) -> str:
 
 
 def _metrics(
-    candidates: Sequence[Candidate], tally: Tally, update: Update | None, has_reference: bool, step_s: float
+    trained: Sequence[Candidate], tally: Tally, update: Update | None, has_reference: bool, step_s: float
 ) -> StepMetrics:
     sums, tokens = tally.sums, max(1, tally.sums.tokens)
-    trained = [
-        candidate
-        for candidate, place in zip(candidates, tally.places, strict=True)
-        if tally.mask_codes[place][0] != OVER_AGE
-    ]
     return StepMetrics(
         loss=sums.loss,
         grad_norm=update.grad_norm if update is not None else 0.0,

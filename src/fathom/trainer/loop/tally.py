@@ -9,17 +9,25 @@ import numpy as np
 from torch import Tensor
 
 from fathom.core.records.step import MaskReason
+from fathom.model.routing import Routing
+from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.loop.candidate import Candidate
+from fathom.trainer.loop.routes import RouteTally
 from fathom.trainer.objective.objective import LossSums
 from fathom.trainer.objective.plan import MASK_CODES, Gate
 
 OVER_AGE = MASK_CODES[MaskReason.AGE]
 """Mask code of tokens whose row was removed for age."""
+NO_ROUTES = MASK_CODES[MaskReason.ROUTES]
+"""Mask code of tokens whose row was removed for want of complete routes."""
 
 
 @final
 class Tally:
-    """All tokens of a step, row after row. A token nobody reports on stays masked for age: its row was not trained."""
+    """All tokens of a step, row after row.
+
+    A token nobody reports on stays masked, for want of routes or for age: its row was not trained.
+    """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.places = row_places(candidates)
@@ -35,11 +43,22 @@ class Tally:
         """bool [N]: the weight is a bound instead of the ratio."""
         self.rejected = np.zeros(tokens, np.bool_)
         """bool [N]: the correction set the weight to 0."""
+        self.route_changes = np.full(tokens, -1, np.int16)
+        """int16 [N]: layers in which the trainer chose other experts than recorded. -1: not compared."""
+        self.routes = RouteTally()
+        """Comparison of routes."""
         self.sums = LossSums()
         """Sums over the tokens reported."""
         for candidate, place in zip(candidates, self.places, strict=True):
             if candidate.old_logprobs is not None:
                 self.trainer_logprobs[place] = candidate.old_logprobs
+            if not candidate.routable:
+                self.mask_codes[place] = NO_ROUTES
+
+    @property
+    def untrained(self) -> np.ndarray:
+        """bool [N]: tokens of rows that were removed before any forward."""
+        return np.isin(self.mask_codes, (OVER_AGE, NO_ROUTES))
 
     def add(self, index: np.ndarray, trainer_logprobs: Tensor, gate: Gate, sums: LossSums) -> None:
         """Report on the tokens at `index`, int64 [n]."""
@@ -49,6 +68,10 @@ class Tally:
         self.capped[index] = gate.capped.numpy()
         self.rejected[index] = gate.rejected.numpy()
         self.sums = self.sums + sums
+
+    def add_routes(self, index: np.ndarray, packed: PackedRows, routing: Routing) -> None:
+        """Report what the routers chose for the rows whose tokens are at `index`, int64 [n]."""
+        self.route_changes[index] = self.routes.add(packed, routing)[packed.sources]
 
 
 def row_places(candidates: Sequence[Candidate]) -> list[slice]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.trainer import StalenessConfig, TrainerConfig
-from fathom.core.errors import BooksError, StepStoppedError
+from fathom.core.errors import BooksError, ConfigError, StepStoppedError
 from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.trainer.backends.packed import PackedRows
@@ -52,6 +52,9 @@ class Trainer:
         self._config = config
         self._objective = objective
         self._staleness = staleness
+        self._replayed = backend.experts if config.replay_routes else None
+        if config.replay_routes and self._replayed is None:
+            raise ConfigError("trainer.replay_routes = true needs a model with experts; turn it off")
 
     @property
     def version(self) -> int:
@@ -87,7 +90,7 @@ class Trainer:
         if version != self.version:
             raise BooksError(f"the clock says version {version}, the weights are those of version {self.version}")
         started = time.perf_counter()
-        candidates = candidates_of(batch, self._objective.advantage, version)
+        candidates = candidates_of(batch, self._objective.advantage, version, self._replayed)
         if needs_old_pass(self._objective, self._config.steps_on_a_batch):
             candidates = self._old_pass(candidates, stop)
         lengths, owners = [c.length for c in candidates], [c.row.trajectory for c in candidates]
@@ -96,13 +99,17 @@ class Trainer:
             started = time.perf_counter()
 
     def logprobs(self, rows: Sequence[Row], stop: Stop = never) -> list[np.ndarray]:
-        """float32 [N] for each row: log-probabilities of its tokens with loss under the current weights."""
+        """float32 [N] for each row: log-probabilities of its tokens with loss under the current weights.
+
+        Routes are the live routers': this is what an engine that scores is compared with.
+        """
         return self._score(rows, self._backend.logprobs, stop)
 
     def _old_pass(self, candidates: Sequence[Candidate], stop: Stop) -> list[Candidate]:
         """Give the candidates their log-probabilities under the weights before the first step on the batch."""
         fresh = self._fresh(candidates)
-        scored = dict(zip(fresh, self.logprobs([candidates[i].row for i in fresh], stop), strict=True))
+        rows = [candidates[i].row for i in fresh]
+        scored = dict(zip(fresh, self._score(rows, self._backend.logprobs, stop, replay=True), strict=True))
         return [replace(candidate, old_logprobs=scored.get(i)) for i, candidate in enumerate(candidates)]
 
     def _step(self, candidates: Sequence[Candidate], stop: Stop, started: float) -> StepOutcome:
@@ -136,14 +143,21 @@ class Trainer:
         plan = prepare_step(self._objective, self._step_tokens(trained, stop))
         for batch in self._cut([candidate.row for candidate in trained]):
             _check(stop)
-            packed = PackedRows.of_rows([trained[i].row for i in batch])
+            packed = PackedRows.of_rows([trained[i].row for i in batch], forced=self._replayed is not None)
             share = plan.take(torch.from_numpy(np.r_[tuple(in_plan[i] for i in batch)]))
-            report = self._backend.accumulate(packed, self._loss_of(share, stop))
-            tally.add(np.r_[tuple(in_step[i] for i in batch)], report.old_logprobs, report.gate, report.sums)
+            report, routing = self._backend.accumulate(packed, self._loss_of(share, stop))
+            index = np.r_[tuple(in_step[i] for i in batch)]
+            tally.add(index, report.old_logprobs, report.gate, report.sums)
+            if routing is not None:
+                tally.add_routes(index, packed, routing)
 
     def _fresh(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Indices of the rows that are within the bounds at the current version."""
-        return [i for i, candidate in enumerate(candidates) if not candidate.over_age(self.version, self._staleness)]
+        """Indices of the rows that are within the bounds at the current version and have the routes they need."""
+        return [
+            i
+            for i, candidate in enumerate(candidates)
+            if candidate.routable and not candidate.over_age(self.version, self._staleness)
+        ]
 
     def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop) -> StepTokens:
         numbers: dict[str, int] = {}
@@ -172,12 +186,14 @@ class Trainer:
 
         return loss_of
 
-    def _score(self, rows: Sequence[Row], score: Callable[[PackedRows], Tensor], stop: Stop) -> list[np.ndarray]:
-        """float32 [N] for each row, by micro-batches."""
+    def _score(
+        self, rows: Sequence[Row], score: Callable[[PackedRows], Tensor], stop: Stop, *, replay: bool = False
+    ) -> list[np.ndarray]:
+        """float32 [N] for each row, by micro-batches. `replay`: by their routes, where those are replayed at all."""
         scored: dict[int, np.ndarray] = {}
         for batch in self._cut(rows):
             _check(stop)
-            packed = PackedRows.of_rows([rows[i] for i in batch])
+            packed = PackedRows.of_rows([rows[i] for i in batch], forced=replay and self._replayed is not None)
             scored.update(zip(batch, packed.split(score(packed).numpy()), strict=True))
         return [scored[i] for i in range(len(rows))]
 

@@ -82,7 +82,8 @@ def _accumulate(backend: Backend, chosen: Sequence[Demonstration], tokens: int, 
         if stop():
             backend.discard()
             raise StepStoppedError("stopped within a warm start; start the run again")
-        total += backend.accumulate(PackedRows.of_demonstrations([chosen[index] for index in batch]), loss_of)
+        share, _ = backend.accumulate(PackedRows.of_demonstrations([chosen[index] for index in batch]), loss_of)
+        total += share
     return total
 
 
