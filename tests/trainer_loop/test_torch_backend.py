@@ -60,7 +60,10 @@ def test_tokens_after_the_last_loss_token_change_nothing(folder):
     row = make_row(rng, prompt=4, sampled=6)
     head = slice(0, 3)
     short = type(row)(
-        **{name: getattr(row, name) for name in ("trajectory", "group", "branch", "kept", "routes", "mixed_routes", "token_ids")},
+        **{
+            name: getattr(row, name)
+            for name in ("trajectory", "group", "branch", "kept", "routes", "mixed_routes", "token_ids")
+        },
         **{
             name: getattr(row, name)[head]
             for name in ("positions", "logprobs", "policy_version", "kv_version", "temperature")
