@@ -57,11 +57,11 @@ class EngineConfig(Section):
 
     kind: EngineKind = EngineKind.EMBEDDED
     """Which one."""
+    count: int = Field(default=1, gt=0, le=1024)
+    """Engines started with the run. Others may join and leave while it runs."""
     dtype: Dtype | None = None
     """Element type of its weights. None: the trainer's, which is what the published cast is."""
     device: str = Field(default="cpu", pattern=DEVICE)
-    count: int = Field(default=1, gt=0, le=1024)
-    """Engines started with the run. Others may join and leave while it runs."""
     """Torch device."""
     threads: int = Field(default=1, gt=0, le=1024)
     """CPU threads of each engine."""
@@ -75,16 +75,16 @@ class EngineConfig(Section):
     """Name of the environment variable that holds the access token. None: a fresh random token (loopback only)."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline for it to become healthy."""
+    health_timeout_s: float = Field(default=10.0, gt=0)
+    """An engine that serves and does not answer a look within this time is fenced and replaced."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-    health_timeout_s: float = Field(default=10.0, gt=0)
-    """An engine that serves and does not answer a look within this time is fenced and replaced."""
+        if self.port and self.count > 1:
+            raise ValueError(f"{self.count} engines cannot share port {self.port}: set port = 0, or count = 1")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
             raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
         return self
-        if self.port and self.count > 1:
-            raise ValueError(f"{self.count} engines cannot share port {self.port}: set port = 0, or count = 1")
 
 
 class SyncConfig(Section):

@@ -173,8 +173,6 @@ class Published(msgspec.Struct, frozen=True, tag="published.1"):
     """Same-version gap: engine against trainer on recorded rows at this version. None: not measured."""
 
 
-class PublicationCancelled(msgspec.Struct, frozen=True, tag="publication_cancelled.1"):
-    """A payload fault: the parent goes on serving."""
 class EngineJoined(msgspec.Struct, frozen=True, tag="engine_joined.1"):
     """An engine belongs to the fleet from here on. It gets requests once it holds a version."""
 
@@ -225,6 +223,8 @@ class EngineLeft(msgspec.Struct, frozen=True, tag="engine_left.1"):
     """Seconds it drained."""
 
 
+class PublicationCancelled(msgspec.Struct, frozen=True, tag="publication_cancelled.1"):
+    """A payload fault: the parent goes on serving."""
 
     version: PolicyVersion
     """The version that was not delivered."""
@@ -312,12 +312,12 @@ Event = (
     | StepTaken
     | Published
     | PublicationCancelled
-    | Evaluated
-    | WarmStartStepped
     | EngineJoined
     | EngineFenced
     | EngineRestored
     | EngineLeft
+    | Evaluated
+    | WarmStartStepped
     | CheckpointSaved
     | FaultSeen
     | RunEnded
