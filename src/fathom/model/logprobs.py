@@ -1,9 +1,12 @@
-"""The one place where logits become log-probabilities and sampling distributions; always in float32.
+"""The one place where logits become log-probabilities; always in float32.
 
-Letters: N tokens, H hidden size, V vocabulary, B rows of logits, K largest kept set.
+Letters: N tokens, H hidden size, V vocabulary, R rows with as many places to choose from, W places of each.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fathom.core.errors import RecordError
+from fathom.core.records.bias import TokenBias
 from fathom.core.records.trajectory import KeptSets
+from fathom.model.distribution.blockwise import BLOCK, chosen_logprobs
 from fathom.model.language_model import LanguageModel
 
 BLOCK_BYTES = 64 * 2**20
@@ -20,17 +25,24 @@ BLOCK_BYTES = 64 * 2**20
 _KEPT_BLOCKS = 2
 """Blocks that may wait for the backward; of more, the logits are computed again there."""
 
+_NARROWEST = 16
+"""Smallest number of places that a kept set is filled up to."""
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None) -> Tensor:
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None, bias: TokenBias | None = None
+) -> Tensor:
     """Log-probabilities of tokens under the distribution they were sampled from. Differentiable.
 
-    `log softmax(logits / temperature)[token]`, the softmax taken over the token's kept set.
+    `log softmax((logits + bias) / temperature)[token]`, the softmax taken over the token's kept set. On a CPU the bits
+    of a row depend on that row alone, whatever the others are.
 
     Args:
         logits: float32 [N, V].
         token_ids: int64 [N].
         temperature: float32 [N], > 0.
         kept: kept sets of the N tokens. None, or an empty range: the full vocabulary.
+        bias: biases of the N tokens. None: no token has one.
 
     Returns:
         float32 [N], finite for finite logits, at most 0.
@@ -38,13 +50,15 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor, kept:
     Raises:
         RecordError: a token is not in its own kept set, so it cannot have been sampled from it.
     """
-    if logits.dtype != torch.float32:
-        raise TypeError(f"log-probabilities are computed in float32, got logits in {logits.dtype}")
-    scaled = logits / temperature.unsqueeze(1)
-    chosen = scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    normaliser = torch.logsumexp(scaled, dim=1) if kept is None else _kept_logsumexp(scaled, token_ids, kept)
-    # The difference is at most 0 but for rounding.
-    return (chosen - normaliser).clamp(max=0.0)
+    scaled = scaled_logits(logits, temperature, bias)
+    if kept is None:
+        return chosen_logprobs(scaled, token_ids)
+    found = scaled.new_empty(len(token_ids))
+    for choice in choices(scaled, kept):
+        rows = torch.from_numpy(choice.rows).to(scaled.device)
+        places = token_ids[rows] if choice.ids is None else _places(choice.ids, choice.values, token_ids[rows])
+        found = found.index_copy(0, rows, chosen_logprobs(choice.values, places))
+    return found
 
 
 def head_logprobs(
@@ -53,6 +67,7 @@ def head_logprobs(
     token_ids: Tensor,
     temperature: Tensor,
     kept: KeptSets | None,
+    bias: TokenBias | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
     """`token_logprobs` of hidden states [N, H], without ever holding logits of all N tokens.
@@ -65,39 +80,87 @@ def head_logprobs(
     parts: list[Tensor] = []
     for start in range(0, len(hidden), rows):
         block = slice(start, start + rows)
-        kept_block = kept.select(np.arange(len(hidden))[block]) if kept is not None else None
-        arguments = (model, hidden[block], token_ids[block], temperature[block], kept_block)
+        places = np.arange(len(hidden))[block]
+        kept_block = kept.select(places) if kept is not None else None
+        bias_block = bias.select(places) if bias is not None else None
+        arguments = (model, hidden[block], token_ids[block], temperature[block], kept_block, bias_block)
         parts.append(checkpoint(_head_block, *arguments, use_reentrant=False) if recompute else _head_block(*arguments))
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 
 
-def _head_block(
-    model: LanguageModel, hidden: Tensor, token_ids: Tensor, temperature: Tensor, kept: KeptSets | None
-) -> Tensor:
-    return token_logprobs(model.logits(hidden), token_ids, temperature, kept)
+def scaled_logits(logits: Tensor, temperature: Tensor, bias: TokenBias | None) -> Tensor:
+    """float32 [N, V]: what the softmax is taken of, `(logits + bias) / temperature`; `logits` itself where it is that.
+
+    Raises:
+        TypeError: the logits are not float32.
+    """
+    if logits.dtype != torch.float32:
+        raise TypeError(f"log-probabilities are computed in float32, got logits in {logits.dtype}")
+    if bias is not None:
+        rows, ids, values = (torch.from_numpy(part).to(logits.device) for part in bias.entries())
+        logits = logits.index_put((rows, ids), values, accumulate=True)
+    return logits / temperature.unsqueeze(1) if bool((temperature != 1).any()) else logits
 
 
-def _kept_logsumexp(scaled: Tensor, token_ids: Tensor, kept: KeptSets) -> Tensor:
-    """float32 [N]: the normaliser of each row over its kept ids, or over all where the range is empty."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Rows whose token is chosen from as many places."""
+
+    rows: np.ndarray
+    """int64 [R]: which rows."""
+    ids: Tensor | None
+    """int64 [R, W]: token ids of the places, ascending, then zeros. None: the full vocabulary, place by place."""
+    values: Tensor
+    """float32 [R, W]: their values, then -inf."""
+
+
+def choices(scaled: Tensor, kept: KeptSets) -> Iterator[Choice]:
+    """Rows of float32 [N, V] values by the size of their kept sets.
+
+    A set is filled up to a width that follows from its own size alone, so that its sums do not depend on others.
+    """
     counts = np.diff(kept.offsets)
-    normaliser = scaled.new_empty(len(counts))
-    full, cut = np.flatnonzero(counts == 0), np.flatnonzero(counts)
-    if len(full):
-        rows = torch.from_numpy(full).to(scaled.device)
-        normaliser = normaliser.index_copy(0, rows, torch.logsumexp(scaled[rows], dim=1))
-    if len(cut):
-        rows = torch.from_numpy(cut).to(scaled.device)
-        ids, present = (tensor.to(scaled.device) for tensor in _padded(kept, cut, int(counts.max())))
-        if not bool((present & (ids == token_ids[rows].unsqueeze(1))).any(dim=1).all()):
-            raise RecordError("a token is not in its own kept set")
-        values = scaled[rows.unsqueeze(1), ids].masked_fill(~present, -torch.inf)
-        normaliser = normaliser.index_copy(0, rows, torch.logsumexp(values, dim=1))
-    return normaliser
+    widths = np.where(counts == 0, 0, _width(counts))
+    for width in np.unique(widths).tolist():
+        rows = np.flatnonzero(widths == width)
+        there = torch.from_numpy(rows).to(scaled.device)
+        if width == 0:
+            yield Choice(rows=rows, ids=None, values=scaled if len(rows) == len(counts) else scaled[there])
+        else:
+            ids, present = (tensor.to(scaled.device) for tensor in _padded(kept, rows, width))
+            values = scaled[there.unsqueeze(1), ids].masked_fill(~present, -torch.inf)
+            yield Choice(rows=rows, ids=ids, values=values)
+
+
+def _width(counts: np.ndarray) -> np.ndarray:
+    """A power of two up to a block, whole blocks beyond: every block holds a kept id."""
+    powers = np.maximum(2 ** np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64), _NARROWEST)
+    return np.where(counts <= BLOCK, powers, -(-counts // BLOCK) * BLOCK)
 
 
 def _padded(kept: KeptSets, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-    """int64 [R, K] kept ids of these rows, and bool [R, K]: which of them are real."""
-    present = np.arange(width) < np.diff(kept.offsets)[rows, None]
+    """int64 [R, W] kept ids of these rows, and bool [R, W]: which of them are real."""
+    counts = np.diff(kept.offsets)[rows]
+    present = np.arange(width) < counts[:, None]
     ids = np.zeros(present.shape, dtype=np.int64)
-    ids[present] = kept.ids  # rows with an empty range hold no ids, so all of them belong to `rows`, in order
+    ids[present] = kept.select(rows).ids
     return torch.from_numpy(ids), torch.from_numpy(present)
+
+
+def _places(ids: Tensor, values: Tensor, token_ids: Tensor) -> Tensor:
+    """int64 [R]: where each token is among its ids."""
+    found = (ids == token_ids.unsqueeze(1)) & ~torch.isneginf(values)
+    if not bool(found.any(dim=1).all()):
+        raise RecordError("a token is not in its own kept set")
+    return found.int().argmax(dim=1)
+
+
+def _head_block(
+    model: LanguageModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor,
+    kept: KeptSets | None,
+    bias: TokenBias | None,
+) -> Tensor:
+    return token_logprobs(model.logits(hidden), token_ids, temperature, kept, bias)

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from fathom.core.records.bias import LogitBias
+
 
 class FinishReason(StrEnum):
     """Why a generation call ended."""
@@ -40,10 +42,11 @@ class Purpose(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, tag="sampling.1"):
-    """The sampling distribution: logits / temperature, then the kept set, then renormalised over it.
+    """The sampling distribution: (logits + bias) / temperature, then the kept set, then renormalised over it.
 
-    The order of the transforms is fixed: temperature, top_k, top_p, min_p. The kept set is what survives all
-    of them; behaviour log-probabilities are of the renormalised distribution (`algorithms.md`, C and pitfall 17).
+    The order of the transforms is fixed: logit_bias, temperature, top_k, top_p, min_p. A bias is in units of the
+    model's own logits, as in the OpenAI API and in vLLM. The kept set is what survives all; behaviour
+    log-probabilities are of the renormalised distribution (`algorithms.md`, C and pitfall 17).
     """
 
     temperature: float = 1.0
@@ -54,6 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, tag="sampling.1"):
     """Keep the smallest set of most likely tokens with at least this mass. 1.0: all."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the most likely token's probability. 0.0: all."""
+    logit_bias: LogitBias | None = None
+    """Added to the logits of some tokens before anything else. None: nothing is."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

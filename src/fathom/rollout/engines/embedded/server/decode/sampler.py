@@ -1,6 +1,7 @@
 """Draws tokens. The probability reported is computed by the function that the trainer uses.
 
-Letters: B rows of logits, V vocabulary.
+A row's token, log-probability and kept set depend, on a CPU to the bit, on its own logits, parameters and uniform
+alone. Letters: B rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fathom.core.records.bias import TokenBias
 from fathom.core.records.sampling import SamplingParams
 from fathom.core.records.trajectory import KeptSets
-from fathom.model.logprobs import token_logprobs
-from fathom.model.sampling import kept_sets, sampling_distribution
+from fathom.model.distribution.blockwise import Blockwise
+from fathom.model.distribution.kept_sets import kept_sets
+from fathom.model.logprobs import Choice, choices, scaled_logits, token_logprobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,11 +32,11 @@ class Draw:
     kept: KeptSets | None
     """Kept sets of the B tokens. None: no row asks for truncation."""
     raw_logprobs: np.ndarray | None
-    """float32 [B]: at temperature 1 over the full vocabulary. None: nobody asked."""
+    """float32 [B]: at temperature 1 over the full vocabulary, without bias. None: nobody asked."""
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: np.ndarray, raw: bool) -> Draw:
-    """Draw by inverting the cumulative distribution at `uniforms`.
+    """Draw by inverting the cumulative distribution, in order of the ids, at `uniforms`.
 
     Args:
         logits: float32 [B, V].
@@ -41,26 +44,30 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: np.ndarray,
         uniforms: float64 [B] in [0, 1).
         raw: also compute raw log-probabilities.
     """
-    distribution = sampling_distribution(logits, params)
-    token_ids = invert(distribution.probs, torch.from_numpy(uniforms).to(logits.device))
-    kept = kept_sets(distribution.kept) if distribution.kept is not None else None
     temperature = torch.tensor([each.temperature for each in params], dtype=torch.float32, device=logits.device)
-    logprobs = token_logprobs(logits, token_ids, temperature, kept)
-    raw_logprobs = token_logprobs(logits, token_ids, torch.ones_like(temperature), None) if raw else None
+    scaled = scaled_logits(logits, temperature, TokenBias.of([each.logit_bias for each in params]))
+    kept = kept_sets(scaled, params)
+    token_ids = np.empty(len(params), np.int64)
+    logprobs = np.empty(len(params), np.float32)
+    whole = Choice(rows=np.arange(len(params)), ids=None, values=scaled)
+    for choice in [whole] if kept is None else choices(scaled, kept):
+        token_ids[choice.rows], logprobs[choice.rows] = _draw(choice, uniforms[choice.rows])
     return Draw(
-        token_ids=token_ids.cpu().numpy(),
-        logprobs=logprobs.cpu().numpy(),
-        kept=kept,
-        raw_logprobs=raw_logprobs.cpu().numpy() if raw_logprobs is not None else None,
+        token_ids=token_ids, logprobs=logprobs, kept=kept, raw_logprobs=_raw(logits, token_ids) if raw else None
     )
 
 
-def invert(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """int64 [B]: the first token at which the float64 cumulative sum of `probs` passes the uniform's share of it.
+def _draw(choice: Choice, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [R] token ids and float32 [R] log-probabilities."""
+    blockwise = Blockwise.of(choice.values)
+    places = blockwise.invert(uniforms)
+    there = torch.from_numpy(places).to(choice.values.device)
+    logprobs = blockwise.logprobs(choice.values, there).cpu().numpy()
+    if choice.ids is None:
+        return places, logprobs
+    return choice.ids.gather(1, there.unsqueeze(1)).squeeze(1).cpu().numpy(), logprobs
 
-    Such a token always has a positive probability.
-    """
-    cumulative = probs.double().cumsum(dim=1)
-    total = cumulative[:, -1]
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1).clamp(max=probs.shape[1] - 1)
+
+def _raw(logits: Tensor, token_ids: np.ndarray) -> np.ndarray:
+    tokens = torch.from_numpy(token_ids).to(logits.device)
+    return token_logprobs(logits, tokens, torch.ones(len(tokens), device=logits.device), None).cpu().numpy()

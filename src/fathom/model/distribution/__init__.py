@@ -1,0 +1,1 @@
+"""From logits to the distribution a token is drawn from."""
