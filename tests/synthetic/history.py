@@ -26,7 +26,7 @@ from fathom.ledger.events import (
     RunEnded,
 )
 from fathom.ledger.writer import LedgerWriter
-from synthetic.records import ended, mismatch, opening, outcome, policy, step, trajectory
+from synthetic.records import ended, mismatch, opening, outcome, policy, routed, step, trajectory
 
 __all__ = ["FinishReason", "History", "config", "write_run"]
 
@@ -60,6 +60,8 @@ class History:
         self.writer = opener(ledger, clock=lambda: next(seconds))
         self.incarnation = 1
         self.place = 0
+        self.routed = False
+        """Trajectories come with expert routes."""
 
     def open(self, settings: RunConfig, *, incarnation: int = 1, parent_seq: int | None = None, step: int = 0) -> int:
         self.incarnation = incarnation
@@ -133,6 +135,8 @@ class History:
             )
             for member in range(2)
         ]
+        if self.routed:
+            records = [routed(record) for record in records]
         for record in records:
             self.writer.append_trajectory(record, ended(record))
             self.move(record, AttemptState.BUFFERED)

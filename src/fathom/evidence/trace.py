@@ -43,6 +43,10 @@ class TokenTrace:
     """It had a gradient."""
     reason: str
     """Why it had none. Empty when it had one."""
+    route_changes: int | None
+    """Layers in which the trainer chose other experts than recorded, for the input before it. None: not compared."""
+    mixed_routes: bool | None
+    """A route before it was recorded under an older version than its own. None: no routes are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,8 @@ class BranchTrace:
     """BLAKE3 (hex) of the record."""
     prompt_ids: tuple[int, ...]
     """Ids before the first sampled token."""
+    route_layers: int | None
+    """Layers with recorded expert routes. None: no routes are recorded."""
     tokens: tuple[TokenTrace, ...]
     """Its sampled tokens; those shared with a parent branch are listed there."""
 
@@ -140,6 +146,7 @@ def _trace(stored: StoredTrajectory, index: int, use: _Use | None, unused: str) 
         versions=tuple(f"{version.name} {version.digest[:12]}" for version in payload.versions),
         content_hash=stored.entry.content_hash,
         prompt_ids=tuple(branch.token_ids[: sampled[0] if len(sampled) else None].tolist()),
+        route_layers=branch.routes.shape[1] if branch.routes is not None else None,
         tokens=tuple(
             _token(branch, int(position), order, use, places.get(int(position)), unused)
             for order, position in enumerate(sampled)
@@ -152,12 +159,13 @@ def _token(
     branch: TokenBranch, position: int, order: int, use: _Use | None, place: int | None, unused: str
 ) -> TokenTrace:
     """The `order`-th sampled token of a branch; `place` is its place in the row that used it, if it has one."""
-    logprob, trainer, weight, reason = float(branch.logprobs[order]), None, None, unused
+    logprob, trainer, weight, reason, changes = float(branch.logprobs[order]), None, None, unused, None
     if use is not None:
         reason = MaskReason.NO_LOSS.value
         if place is not None:
             trainer, weight = float(use.outcome.trainer_logprobs[place]), float(use.outcome.weights[place])
             reason = _reason(int(use.outcome.mask_codes[place]), use.step)
+            changes = int(use.outcome.route_changes[place]) if use.outcome.route_changes is not None else None
     return TokenTrace(
         position=position,
         token_id=int(branch.token_ids[position]),
@@ -169,6 +177,8 @@ def _token(
         weight=weight,
         in_gradient=not reason,
         reason=reason,
+        route_changes=changes,
+        mixed_routes=bool(branch.mixed_routes[order]) if branch.routes is not None else None,
     )
 
 

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fathom.core.records.step import Mismatch
+from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.run_summary import RunSummary
 from fathom.evidence.runs import RunListing
 
@@ -26,6 +26,8 @@ def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
     yield _books(summary)
     if summary.mismatch is not None:
         yield _mismatch(summary)
+    if summary.routes is not None:
+        yield _routes(summary, summary.routes)
     if summary.fortunes:
         yield _fortunes(summary)
     if summary.publications is not None or summary.throughput is not None:
@@ -139,6 +141,26 @@ def _mismatch_cells(part: Mismatch) -> tuple[str, ...]:
         f"{part.clipped_share:.2%}",
         f"{part.popped_share:.2%}",
     )
+
+
+def _routes(summary: RunSummary, routes: RouteMetrics) -> RenderableType:
+    layers = routes.layer_agreement
+    worst = min(range(len(layers)), key=layers.__getitem__)
+    table = _facts("expert routes: the trainer's own choice beside the recorded one")
+    table.add_row("tokens", f"{routes.tokens:,} compared, {1 - routes.agreement:.2%} differ in some layer")
+    table.add_row(
+        "layers",
+        f"{1 - sum(layers) / len(layers):.2%} of tokens differ in a layer on average, {1 - layers[worst]:.2%} in the "
+        f"worst ({worst + 1} of {len(layers)}); {routes.overlap:.2%} of the recorded experts are chosen",
+    )
+    table.add_row("replayed", f"{routes.forced_share:.2%}")
+    table.add_row("mixed", f"{routes.mixed_share:.2%} of trained tokens come after routes of several versions")
+    if routes.margin_mean is not None and routes.margin_p01 is not None:
+        table.add_row("margin", f"mean {routes.margin_mean:.1e}, 1st percentile {routes.margin_p01:.1e}")
+    busy = sum(point.step_s for point in summary.steps)
+    share = f" ({routes.seconds / busy:.1%} of the steps)" if busy else ""
+    table.add_row("cost", f"{routes.size_bytes / 1e6:.2f} MB of routes, {routes.seconds:.2f} s in the trainer{share}")
+    return table
 
 
 def _fortunes(summary: RunSummary) -> RenderableType:

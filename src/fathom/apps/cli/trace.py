@@ -80,11 +80,20 @@ def _heading(branch: BranchTrace, text_of: Callable[[int], str]) -> Text:
 
 def _tokens(branch: BranchTrace, text_of: Callable[[int], str]) -> RenderableType:
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in _COLUMNS:
+    layers = branch.route_layers
+    for column in (*_COLUMNS, "routes") if layers is not None else _COLUMNS:
         table.add_column(column, justify="left" if column in ("token", "gradient") else "right")
     for token in branch.tokens:
-        table.add_row(*_cells(token, text_of), style="" if token.in_gradient else "dim")
+        routes = (_routes(token, layers),) if layers is not None else ()
+        table.add_row(*_cells(token, text_of), *routes, style="" if token.in_gradient else "dim")
     return table
+
+
+def _routes(token: TokenTrace, layers: int) -> Text:
+    """Layers in which the trainer's own choice is the recorded one, of all; `mixed` where versions changed before."""
+    changes = token.route_changes
+    cell = Text("-") if changes is None else Text(f"{layers - changes}/{layers}", style="yellow" if changes else "")
+    return cell.append(" mixed", style="yellow") if token.mixed_routes else cell
 
 
 def _cells(token: TokenTrace, text_of: Callable[[int], str]) -> tuple[Text | str, ...]:

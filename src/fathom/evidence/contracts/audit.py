@@ -53,6 +53,7 @@ def audit(reader: LedgerReader) -> AuditReport:
         match recorded.event:
             case IncarnationOpened() as event:
                 bounds = _bounds(event)
+                tokens.open(records_routes=_records_routes(event))
                 versions.open(event)
             case Published() as event:
                 tokens.publish(event.version)
@@ -77,6 +78,11 @@ def _bounds(event: IncarnationOpened) -> StalenessConfig:
         return parse_section(StalenessConfig, json.loads(event.config).get("staleness", {}), "staleness")
     except ValueError as error:
         raise LedgerError(f"the config of incarnation {event.incarnation} is not JSON: {error}") from error
+
+
+def _records_routes(event: IncarnationOpened) -> bool:
+    """Whether an incarnation asked for expert routes."""
+    return bool(json.loads(event.config).get("rollout", {}).get("record_routes", False))
 
 
 def _examine(reader: LedgerReader, step: Recorded[StepTaken], tokens: TokenChecks, bounds: StalenessConfig) -> None:

@@ -36,11 +36,17 @@ class TokenChecks:
         self._probability = Examiner("probability", "each trained token has the behaviour's and trainer's probability")
         self._staleness = Examiner("staleness", "no trained token is over the bound on age or KV age at its step")
         self._once = Examiner("once", "each token, and each occurrence, is trained at most once")
+        self._routing = Examiner("routing", "each trained token is in a row with complete expert routes")
+        self._records_routes: bool | None = None
         self._counts = Examiner("counts", "the token counts that steps report are those of their rows")
 
     def publish(self, version: PolicyVersion) -> None:
         """A version was made available. Tokens of it may have been recorded a moment earlier."""
         self._published.add(version)
+
+    def open(self, *, records_routes: bool) -> None:
+        """An incarnation begins, with or without expert routes."""
+        self._records_routes = records_routes
 
     def step(self, step: Recorded[StepTaken], rows: list[TrainedRow], bounds: StalenessConfig) -> None:
         """Examine a step."""
@@ -72,7 +78,8 @@ class TokenChecks:
             names = ", ".join(sorted(groups))
             self._once.expect(len(groups) == 1, f"{occurrence.name} was trained by {len(groups)} groups: {names}")
         examiners = (self._record, self._version, self._probability, self._staleness, self._once, self._counts)
-        return [examiner.result for examiner in examiners]
+        results = [examiner.result for examiner in examiners]
+        return [*results, self._routing.result] if self._records_routes else results
 
     def _examine(self, row: TrainedRow, bounds: StalenessConfig) -> None:
         used = row.in_gradient
@@ -92,6 +99,13 @@ class TokenChecks:
                 bool((ages >= 0).all() and (ages <= bound).all()),
                 f"{row.where}: {name} {int(ages.min())} to {int(ages.max())}, allowed 0 to {bound}",
                 count=count if name == "age" else 0,
+            )
+        if self._records_routes:
+            # A record's routes cover all its positions or it is refused when it is read.
+            self._routing.expect(
+                row.branch.routes is not None and row.outcome.route_changes is not None,
+                f"{row.where}: {count} tokens without expert routes",
+                count=count,
             )
         self._examine_uses(row, row.outcome.positions[used])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fathom.core.records.step import Mismatch
+from fathom.core.records.step import Mismatch, RouteMetrics
 
 
 def pool(parts: Sequence[Mismatch]) -> Mismatch | None:
@@ -42,4 +42,31 @@ def pool(parts: Sequence[Mismatch]) -> Mismatch | None:
         ess=mean**2 / square if square else 0.0,
         clipped_share=weighted([part.clipped_share for part in parts]),
         popped_share=weighted([part.popped_share for part in parts]),
+    )
+
+
+def pool_routes(parts: Sequence[RouteMetrics]) -> RouteMetrics | None:
+    """Pool by tokens compared; bytes and seconds are sums, the percentile is a mean. None: there are no tokens."""
+    parts = [part for part in parts if part.tokens]
+    if not parts:
+        return None
+    tokens = np.array([part.tokens for part in parts], dtype=np.float64)
+
+    def weighted(values: Sequence[float]) -> float:
+        return float(tokens @ np.array(values) / tokens.sum())
+
+    def known(values: Sequence[float | None]) -> float | None:
+        return None if None in values else weighted([value for value in values if value is not None])
+
+    return RouteMetrics(
+        tokens=int(tokens.sum()),
+        agreement=weighted([part.agreement for part in parts]),
+        layer_agreement=tuple(map(weighted, zip(*(part.layer_agreement for part in parts), strict=True))),
+        overlap=weighted([part.overlap for part in parts]),
+        forced_share=weighted([part.forced_share for part in parts]),
+        mixed_share=weighted([part.mixed_share for part in parts]),
+        margin_mean=known([part.margin_mean for part in parts]),
+        margin_p01=known([part.margin_p01 for part in parts]),
+        size_bytes=sum(part.size_bytes for part in parts),
+        seconds=sum(part.seconds for part in parts),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fathom.core.records.step import Mismatch
+from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.books_summary import BooksSummary, Fortune
 from fathom.evidence.report.paired import PairedDifference
 from fathom.evidence.run_state import RunState
@@ -169,6 +169,8 @@ class RunSummary:
     """Tokens and mismatch by (age, KV age)."""
     mismatch: Mismatch | None
     """Over all tokens of all steps. None: no tokens."""
+    routes: RouteMetrics | None
+    """Expert routes over all steps. None: no row trained has any."""
     gaps: tuple[GapPoint, ...]
     """The same-version gap at each publication that measured it."""
     publications: PublicationSummary | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fathom.core.records.step import MismatchSlice
 from fathom.evidence.report.books_summary import fortunes, summarise_books
 from fathom.evidence.report.paired import PairedDifference, paired_difference
-from fathom.evidence.report.pooling import pool
+from fathom.evidence.report.pooling import pool, pool_routes
 from fathom.evidence.report.run_summary import (
     AgeCount,
     EvaluationPoint,
@@ -47,6 +47,7 @@ def summarise(reader: LedgerReader) -> RunSummary:
         fortunes=fortunes(books, reader.trajectories()),
         ages=_ages(slices),
         mismatch=pool(overall),
+        routes=pool_routes([step.event.routes for step in steps if step.event.routes is not None]),
         gaps=tuple(
             GapPoint(version=entry.event.version.number, mismatch=entry.event.gap)
             for entry in publications
