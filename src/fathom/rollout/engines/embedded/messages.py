@@ -134,7 +134,11 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
     threads: int
     """CPU threads of torch."""
     max_running: int
-    """Sequences decoded in one batch; KV memory is held for all of them."""
+    """Sequences decoded in one batch."""
+    step_tokens: int | None
+    """Tokens of one forward at most. None: 512, or twice `max_running` if that is more."""
+    kv_memory_mb: int | None
+    """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, up to 4 GiB."""
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
     host: str

@@ -38,7 +38,11 @@ class EmbeddedSpec:
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
     max_running: int = 64
-    """Sequences decoded in one batch; KV memory is held for all of them."""
+    """Sequences decoded in one batch."""
+    step_tokens: int | None = None
+    """Tokens of one forward at most. None: 512, or twice `max_running` if that is more."""
+    kv_memory_mb: int | None = None
+    """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, up to 4 GiB."""
     dtype: Dtype = Dtype.FLOAT32
     """Element type of weights and KV."""
     device: str = "cpu"
@@ -172,6 +176,8 @@ def _config_line(spec: EmbeddedSpec) -> bytes:
         device=spec.device,
         threads=spec.threads,
         max_running=spec.max_running,
+        step_tokens=spec.step_tokens,
+        kv_memory_mb=spec.kv_memory_mb,
         max_context_tokens=spec.max_context_tokens,
         host=spec.host,
         port=spec.port,

@@ -1,4 +1,4 @@
-"""Wires the process: model, cache, scheduler and HTTP server."""
+"""Wires the process: model, KV memory, scheduler and HTTP server."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind
 from fathom.core.records.sampling import InFlightMode
-from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
+from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
-from fathom.rollout.engines.embedded.server.decode.compute import Compute
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.decode.model_forward import ModelForward
 from fathom.rollout.engines.embedded.server.engine_api import EngineApi
 from fathom.rollout.engines.embedded.server.job import Stream
+from fathom.rollout.engines.embedded.server.kv.kv_budget import kv_pages
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STEP_TOKENS = 512
+"""Enough for a forward to run at full speed on a few cores, and few enough that those who decode do not wait long."""
 _KEEP_ALIVE_S = 60
 """Much longer than the client keeps idle connections, so that none is closed here while a request is on its way."""
 _SWITCH_S = 0.0005
@@ -90,8 +93,17 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
             f"a context of {tokens} tokens is more than the model's {model.shape.max_positions}; "
             "lower rollout.max_prompt_tokens or rollout.max_new_tokens"
         )
-    cache = KvCache(model.shape, slots=slots, max_tokens=tokens, dtype=model.dtype, device=model.device)
-    decoder = Decoder(EngineId(config.engine), Compute(model, cache), slots, tokens)
+    pages = kv_pages(config.kv_memory_mb, model.shape, model.dtype, slots, tokens)
+    kv = KvPages(model.shape, pages=pages, dtype=model.dtype, device=model.device)
+    decoder = Decoder(
+        EngineId(config.engine),
+        ModelForward(model, kv),
+        slots=slots,
+        max_tokens=tokens,
+        step_tokens=config.step_tokens or max(_STEP_TOKENS, 2 * slots),
+        pages=pages,
+        page_tokens=PAGE_TOKENS,
+    )
     return decoder, WeightSets(model.weights())
 
 

@@ -29,10 +29,10 @@ class Job:
     """Monotonic time of arrival."""
     pinned: WeightSet | None
     """The weights it must be served by. None: whichever are live."""
-    started_s: float = 0.0
-    """Monotonic time of the first computation."""
+    started_s: float | None = None
+    """Monotonic time of the first computation. None: there was none yet."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was copied."""
+    """Prompt tokens whose KV was found in the cache at that time."""
     kept: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """Kept ids of each sampled token that was not sent yet (empty array: full)."""
     ended: bool = False

@@ -1,7 +1,8 @@
 """The decode loop: the only thread that touches the model.
 
-Each turn: answer calls (at a token boundary), admit waiting generations into free slots, prefill, decode, answer one
-score request, send what was sampled. With nothing to do it waits for a call. It waits for no client and no disk.
+Each turn: answer calls (at a token boundary), admit waiting generations into free slots, compute one step of what
+runs, answer one score request, send what was sampled. With nothing to do it checks its books and waits for a call. It
+waits for no client and no disk.
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ class Scheduler:
         self._drain: _Drain | None = None
         self._outgoing: list[tuple[Stream, Streamed]] = []
         self._flushed_s = 0.0
+        self._was_busy = False
 
     def run(self) -> None:
-        """Serve for ever. An exception from the model ends the process: its state cannot be trusted."""
+        """Serve for ever. An exception from the model or the books ends the process: its state cannot be trusted."""
         with torch.inference_mode():
             while True:
                 if not self.turn():
@@ -87,15 +89,16 @@ class Scheduler:
             self._calls.get()()
         self._finish_drain()
         while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
-            self._decoder.start(job, self._weights.live)
+            self._decoder.start(job)
         busy = bool(self._decoder.jobs or self._scores)
-        for slot in self._decoder.prefill(self._weights.live):
-            self._end(slot)
-        for slot in self._decoder.decode(self._weights.live):
+        for slot in self._decoder.step(self._weights.live):
             self._end(slot)
         if self._scores:
             self._answer_score(*self._scores.pop(0))
         self._flush()
+        if not busy and self._was_busy:
+            self._decoder.check()
+        self._was_busy = busy
         return busy
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -245,8 +248,7 @@ class Scheduler:
         began_s = time.monotonic()
         running = sum(job.pinned is None for job in self._decoder.jobs.values())
         self._weights.commit()
-        for slot in self._decoder.switch(self._weights.live, mode is InFlightMode.RECOMPUTE):
-            self._end(slot)
+        self._decoder.switch(self._weights.live, mode is InFlightMode.RECOMPUTE)
         return CommitReport(version=version, pause_s=time.monotonic() - began_s, running=running)
 
     def _answer_score(self, request: ScoreRequest, stream: Stream) -> None:

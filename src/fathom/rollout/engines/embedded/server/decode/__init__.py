@@ -1,1 +1,1 @@
-"""From running sequences to their next tokens: slots, prefixes, the model's forward, sampling."""
+"""From running sequences to their next tokens: slots, what a step computes, the forward, sampling, endings."""

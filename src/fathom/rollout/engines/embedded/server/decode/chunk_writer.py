@@ -12,7 +12,7 @@ from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import GenerateChunk, GenerateEnd
 from fathom.core.records.sampling import FinishReason
 from fathom.core.records.trajectory import KeptSets
-from fathom.rollout.engines.embedded.server.decode.compute import KERNELS
+from fathom.rollout.engines.embedded.server.decode.forward import Forward
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
@@ -22,9 +22,9 @@ from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 class ChunkWriter:
     """Writes chunks for one slot table."""
 
-    def __init__(self, engine: EngineId, dtype: str, table: SlotTable) -> None:
+    def __init__(self, engine: EngineId, forward: Forward, table: SlotTable) -> None:
         self._engine = engine
-        self._dtype = dtype
+        self._dtype, self._kernels = forward.dtype, forward.kernels
         self._table = table
         self._names: dict[int, PolicyVersion] = {}
 
@@ -67,25 +67,24 @@ class ChunkWriter:
             kept=_take_kept(job) if request.sampling.truncates else None,
             raw_logprobs=np.empty(0, np.float32) if request.want_raw_logprobs else None,
             routes=None,
-            end=self._ending(job, FinishReason.ABORTED, request.prompt_ids, job.arrived_s, time.monotonic()),
+            end=self._ending(job, FinishReason.ABORTED, request.prompt_ids),
         )
 
     def _end(self, slot: int, job: Job, finish: FinishReason) -> GenerateEnd:
-        executed = self._table.tokens[slot, : self._table.prompt[slot]]
-        return self._ending(job, finish, executed, job.arrived_s, job.started_s)
+        return self._ending(job, finish, self._table.tokens[slot, : self._table.prompt[slot]])
 
-    def _ending(
-        self, job: Job, finish: FinishReason, executed: np.ndarray, arrived_s: float, started_s: float
-    ) -> GenerateEnd:
+    def _ending(self, job: Job, finish: FinishReason, executed: np.ndarray) -> GenerateEnd:
+        now_s = time.monotonic()
+        started_s = now_s if job.started_s is None else job.started_s
         return GenerateEnd(
             finish_reason=finish,
             engine=self._engine,
             dtype=self._dtype,
-            kernels=KERNELS,
+            kernels=self._kernels,
             prompt_hash=blake3(executed.tobytes()).hexdigest(),
             cached_tokens=job.cached_tokens,
-            queue_s=started_s - arrived_s,
-            generate_s=time.monotonic() - started_s,
+            queue_s=started_s - job.arrived_s,
+            generate_s=now_s - started_s,
         )
 
 

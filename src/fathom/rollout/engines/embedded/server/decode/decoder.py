@@ -1,11 +1,10 @@
-"""Running sequences: each step prefills what is new, then samples one more token for everything that runs.
+"""Running sequences: each step computes what the planner chose, and samples a token where a context is complete.
 
-Letters: B rows of a forward, V vocabulary.
+Letters: B rows of a step, T its tokens, N positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import final
 
@@ -17,30 +16,46 @@ from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import FinishReason
 from fathom.rollout.engines.embedded.messages import Failure, FailureKind, RequestFailure, Streamed
 from fathom.rollout.engines.embedded.server.decode.chunk_writer import ChunkWriter
-from fathom.rollout.engines.embedded.server.decode.compute import Compute
-from fathom.rollout.engines.embedded.server.decode.prefixes import Prefixes, PrefixKey, prefix_key
+from fathom.rollout.engines.embedded.server.decode.contexts import Contexts
+from fathom.rollout.engines.embedded.server.decode.endings import Endings
+from fathom.rollout.engines.embedded.server.decode.forward import Batch, Forward
 from fathom.rollout.engines.embedded.server.decode.sampler import Draw, draw
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
+from fathom.rollout.engines.embedded.server.decode.step_planner import StepPlan, StepPlanner
 from fathom.rollout.engines.embedded.server.job import Job
+from fathom.rollout.engines.embedded.server.kv.kv_memory import KvMemory
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 from fathom.rollout.engines.uniforms import uniforms
-
-_PREFILL_TOKENS = 4096
-"""A prefill computes at most this many tokens (or one longer context) at once: decoding never waits for long."""
 
 
 @final
 class Decoder:
     """Slots and the forward over them. All methods run on one thread; between any two the tokens are at a boundary."""
 
-    def __init__(self, engine: EngineId, compute: Compute, slots: int, max_tokens: int) -> None:
-        self.vocab_size = compute.vocab_size
-        self._compute = compute
-        self._table = SlotTable(slots, max_tokens, compute.vocab_size)
+    def __init__(
+        self,
+        engine: EngineId,
+        forward: Forward,
+        *,
+        slots: int,
+        max_tokens: int,
+        step_tokens: int,
+        pages: int,
+        page_tokens: int,
+    ) -> None:
+        """`slots` sequences of at most `max_tokens` tokens; `step_tokens` in one forward; `pages` of KV memory."""
+        self.vocab_size = forward.vocab_size
+        self._forward = forward
+        self._table = SlotTable(slots, max_tokens)
+        self._memory = KvMemory(
+            slots=slots, max_tokens=max_tokens, pages=pages, page_tokens=page_tokens, copy_page=forward.copy_page
+        )
+        self._contexts = Contexts(self._table, self._memory)
+        self._planner = StepPlanner(self._table, self._memory, self._contexts, step_tokens)
+        self._endings = Endings(self._table, forward.vocab_size)
+        self._writer = ChunkWriter(engine, forward, self._table)
         self._jobs: dict[int, Job] = {}
-        self._prefixes = Prefixes()
         self._broken: set[int] = set()
-        self._writer = ChunkWriter(engine, compute.dtype, self._table)
 
     @property
     def free(self) -> int:
@@ -52,66 +67,32 @@ class Decoder:
         """Running jobs by slot."""
         return self._jobs
 
-    def start(self, job: Job, live: WeightSet) -> None:
-        """Give a job a free slot: the one that holds its prompt already, if there is such a one."""
-        table = self._table
-        holder = self._prefixes.find(prefix_key((job.pinned or live).number, job.request))
-        if holder is None or table.active[holder]:
-            slot = table.choose(self._prefixes if job.request.barrier is None else ())
-            self._prefixes.forget(slot)
-        else:
-            slot = holder
-        table.open(slot, job.request)
+    def start(self, job: Job) -> None:
+        """Give a job a free slot."""
+        slot = self._table.open(job.request)
+        self._endings.open(slot, job.request)
         self._jobs[slot] = job
-        job.started_s = time.monotonic()
 
-    def prefill(self, live: WeightSet) -> list[int]:
-        """Compute contexts that are not in the cache, at most `_PREFILL_TOKENS` tokens of each set of weights.
-
-        Returns slots whose sequence has ended.
-        """
+    def step(self, live: WeightSet) -> list[int]:
+        """One forward for each set of weights in use. Returns slots whose sequence has ended."""
         ended: list[int] = []
-        for weights, rows in self._by_weights(self._table.to_prefill(), live):
-            self._writer.name(weights)
-            batch, later = self._pack(rows, weights)
-            if batch:
-                chosen = np.array(batch)
-                logits = self._compute.prefill(
-                    weights, chosen, [self._table.tokens[slot, : self._table.length[slot]] for slot in batch]
-                )
-                self._table.kv_oldest[chosen] = weights.number
-                for slot in batch:
-                    if self._unsampled(slot):
-                        self._prefixes.remember(prefix_key(weights.number, self._jobs[slot].request), slot)
-                ended += self._sample(logits, chosen, weights)
-            self._inherit(later, weights)
-        return ended
-
-    def decode(self, live: WeightSet) -> list[int]:
-        """Sample one more token for every sequence whose context is in the cache. Returns slots that ended."""
-        ended: list[int] = []
-        for weights, rows in self._by_weights(self._table.to_decode(), live):
-            self._writer.name(weights)
-            at = self._table.length[rows] - 1
-            logits = self._compute.decode(weights, rows, self._table.tokens[rows, at], at)
-            ended += self._sample(logits, rows, weights)
+        for weights, part in self._by_weights(self._planner.plan(self._jobs, live), live):
+            ended += self._compute(weights, part.rows, part.lengths)
         return ended
 
     def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
         """float32 [N]: log-probabilities of given tokens."""
-        return self._compute.score(weights, request)
+        return self._forward.score(weights, request)
 
-    def switch(self, live: WeightSet, recompute: bool) -> list[int]:
-        """Go on under new live weights. No prefix survives. Returns slots that ended while contexts were recomputed."""
-        self._compute.use(live)
-        self._prefixes.clear()
-        ended: list[int] = []
-        if recompute:
-            stale = {slot for slot, job in self._jobs.items() if job.pinned is None}
-            self._table.computed[list(stale)] = 0
-            while stale & set(self._table.to_prefill().tolist()):
-                ended += self.prefill(live)
-        return ended
+    def switch(self, live: WeightSet, recompute: bool) -> None:
+        """Go on under new live weights, perhaps computing all contexts again. What is cached is forgotten."""
+        self._forward.use(live)
+        self._contexts.clear()
+        for slot, job in self._jobs.items():
+            if job.pinned is None and recompute:
+                self._contexts.release(slot)
+            elif job.pinned is None:
+                self._contexts.mix(slot)
 
     def unsent(self) -> list[int]:
         """Slots with tokens that were not sent."""
@@ -123,72 +104,63 @@ class Decoder:
 
     def finish(self, slot: int, aborted: bool = False) -> Streamed:
         """Free the slot; the last of the sequence: its remaining tokens and why it ended."""
-        job, table = self._jobs.pop(slot), self._table
-        row = np.array([slot])
-        table.close(slot)
-        if slot in self._broken:
-            self._broken.remove(slot)
-            self._prefixes.forget(slot)
+        job = self._jobs.pop(slot)
+        broken = slot in self._broken
+        self._broken.discard(slot)
+        if not broken:
+            self._contexts.remember(slot)
+        self._contexts.release(slot)
+        self._table.close(slot)
+        if broken:
             reason = f"log-probabilities of {job.request.request_id} are not finite: the weights have diverged"
             failure = Failure(kind=FailureKind.FAILED, reason=reason)
             return RequestFailure(request_id=job.request.request_id, failure=failure)
-        if aborted:
-            reason = FinishReason.ABORTED
-        elif table.stopped(row)[0]:
-            reason = FinishReason.STOP
-        elif table.length[slot] - table.prompt[slot] >= job.request.max_new_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            reason = FinishReason.CONTEXT
+        reason = FinishReason.ABORTED if aborted else self._endings.reason(slot, job.request.max_new_tokens)
         return self._writer.chunk(slot, job, reason)
 
     def finish_waiting(self, job: Job) -> Streamed:
         """The only chunk of a generation that was aborted before it had a slot."""
         return self._writer.unstarted(job)
 
-    def _by_weights(self, rows: np.ndarray, live: WeightSet) -> Iterator[tuple[WeightSet, np.ndarray]]:
-        """Rows grouped by the weights that serve them, the live ones first."""
-        pinned: dict[int, WeightSet] = {}
-        for slot in rows.tolist():
-            if (weights := self._jobs[slot].pinned) is not None and weights is not live:
-                pinned[slot] = weights
-        if unpinned := [slot for slot in rows.tolist() if slot not in pinned]:
-            yield live, np.array(unpinned)
-        for weights in dict.fromkeys(pinned.values()):
-            yield weights, np.array([slot for slot, its in pinned.items() if its is weights])
+    def check(self) -> None:
+        """Every page of KV memory is accounted for. Raises `PageLeakError`."""
+        self._memory.check()
 
-    def _pack(self, rows: np.ndarray, weights: WeightSet) -> tuple[list[int], list[int]]:
-        """Slots to compute in this prefill, and slots whose prompt can be copied after it. Others wait for room."""
-        batch: list[int] = []
-        later: list[int] = []
-        keys: set[PrefixKey | None] = set()
-        room = _PREFILL_TOKENS
-        for slot in rows.tolist():
-            size = int(self._table.length[slot])
-            key = prefix_key(weights.number, self._jobs[slot].request) if self._unsampled(slot) and size > 1 else None
-            if key is not None and (key in keys or self._prefixes.find(key) is not None):
-                later.append(slot)
-            elif size <= room or not batch:
-                batch.append(slot)
-                room -= size
-                keys.add(key)
-        return batch, later
+    def _by_weights(self, plan: StepPlan, live: WeightSet) -> Iterator[tuple[WeightSet, StepPlan]]:
+        """A plan by the weights that serve its rows, the live ones first."""
+        pinned = self._table.pinned[plan.rows]
+        if not pinned.any():
+            if len(plan.rows):
+                yield live, plan
+            return
+        weights = [self._jobs[slot].pinned or live for slot in plan.rows.tolist()]
+        for each in sorted(dict.fromkeys(weights), key=lambda each: each is not live):
+            chosen = np.array([its is each for its in weights])
+            yield each, StepPlan(rows=plan.rows[chosen], lengths=plan.lengths[chosen])
 
-    def _inherit(self, slots: list[int], weights: WeightSet) -> None:
-        """Copy all of a prompt but its last token, which is then decoded like any other."""
-        for slot in slots:
-            job, size = self._jobs[slot], int(self._table.prompt[slot]) - 1
-            holder = self._prefixes.find(prefix_key(weights.number, job.request))
-            if holder is None:
-                raise AssertionError("a prompt to be copied was computed before")
-            if holder != slot:
-                self._compute.copy_prefix(holder, [slot], size)
-            self._table.computed[slot] = size
-            self._table.kv_oldest[slot] = weights.number
-            job.cached_tokens = size
+    def _compute(self, weights: WeightSet, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
+        """One forward, and one token for each row whose context it completes. Returns rows that ended."""
+        table = self._table
+        complete = table.computed[rows] + lengths == table.length[rows]
+        batch = self._batch(rows, lengths, complete)
+        self._writer.name(weights)
+        logits = self._forward.logits(weights, batch)
+        self._contexts.advance(rows, lengths, weights.number)
+        for slot in rows[lengths > 1].tolist():
+            self._contexts.remember(slot)
+        return self._sample(logits, rows[complete], weights) if complete.any() else []
 
-    def _unsampled(self, slot: int) -> bool:
-        return bool(self._table.length[slot] == self._table.prompt[slot])
+    def _batch(self, rows: np.ndarray, lengths: np.ndarray, complete: np.ndarray) -> Batch:
+        starts, ends = self._table.computed[rows], np.cumsum(lengths)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        return Batch(
+            tokens=self._table.tokens[np.repeat(rows, lengths), positions],
+            positions=positions,
+            tables=self._memory.tables(rows),
+            starts=starts,
+            lengths=lengths,
+            sampled=(ends - 1)[complete],
+        )
 
     def _sample(self, logits: Tensor, rows: np.ndarray, weights: WeightSet) -> list[int]:
         """Draw one token per row and write it down. Returns rows that ended."""
@@ -205,7 +177,7 @@ class Decoder:
         _keep(drawn, jobs)
         bad = ~np.isfinite(drawn.logprobs)
         self._broken.update(rows[bad].tolist())
-        return rows[bad | table.stopped(rows) | table.full(rows)].tolist()
+        return rows[bad | self._endings.ended(rows)].tolist()
 
 
 def _keep(drawn: Draw, jobs: list[Job]) -> None:

@@ -1,0 +1,66 @@
+"""The forward of a language model with its keys and values in pages.
+
+Letters: T tokens, N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fathom.core.ports.engine import ScoreRequest
+from fathom.model.attention import AttentionPlan, PackedAttention
+from fathom.model.language_model import LanguageModel
+from fathom.model.logprobs import head_logprobs
+from fathom.model.paged_attention import KvPages
+from fathom.rollout.engines.embedded.server.decode.forward import Batch
+from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
+
+
+@final
+class ModelForward:
+    """Model and KV pages. One thread uses it."""
+
+    def __init__(self, model: LanguageModel, kv: KvPages) -> None:
+        self._model = model
+        self._kv = kv
+        self._using: WeightSet | None = None
+        self.vocab_size = model.shape.vocab_size
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.kernels = "sdpa"
+
+    def use(self, weights: WeightSet) -> None:
+        """See `Forward.use`."""
+        if self._using is not weights:
+            self._model.use(weights.tensors)
+            self._using = weights
+
+    def logits(self, weights: WeightSet, batch: Batch) -> Tensor:
+        """See `Forward.logits`."""
+        plan = self._kv.plan(batch.tables, batch.starts, batch.lengths)
+        hidden = self._hidden(weights, batch.tokens, batch.positions, plan)
+        return self._model.logits(hidden[torch.from_numpy(batch.sampled).to(hidden.device)])
+
+    def copy_page(self, from_page: int, to_page: int) -> None:
+        """See `Forward.copy_page`."""
+        self._kv.copy(from_page, to_page)
+
+    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
+        """See `Forward.score`."""
+        total = len(request.token_ids)
+        plan = PackedAttention([total])
+        hidden = self._hidden(weights, request.token_ids, np.arange(total), plan)
+        before = torch.from_numpy(request.positions - 1).to(hidden.device)
+        targets = torch.from_numpy(request.token_ids[request.positions].astype(np.int64)).to(hidden.device)
+        temperature = torch.from_numpy(request.temperature).to(hidden.device)
+        return head_logprobs(self._model, hidden[before], targets, temperature, request.kept).cpu().numpy()
+
+    def _hidden(self, weights: WeightSet, tokens: np.ndarray, positions: np.ndarray, plan: AttentionPlan) -> Tensor:
+        """[T, H]: the one place where the model is called."""
+        self.use(weights)
+        device = self._model.device
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        return self._model.hidden(ids, torch.from_numpy(positions).to(device), plan)
