@@ -63,6 +63,7 @@ class Prefill:
     def __init__(self, cache: KvCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
         self._cache = cache
         self._spans = list(zip(slots, starts, lengths, strict=True))
+        self.tokens = sum(lengths)
         self._fresh = None if any(starts) else PackedAttention(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -88,6 +89,7 @@ class Decode:
     def __init__(self, cache: KvCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
         device = cache.keys[0].device
         self._cache = cache
+        self.tokens = len(slots)
         self._slots = torch.tensor(slots, device=device)
         self._positions = torch.tensor(lengths, device=device)
         self._longest = max(lengths) + 1

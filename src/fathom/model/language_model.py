@@ -5,7 +5,7 @@ Letters: T tokens of a packed forward, H hidden size, N rows of hidden states, V
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -13,7 +13,8 @@ from typing import Any, Self, final
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -46,6 +47,10 @@ class ModelShape:
     """Routed experts. None: a dense model."""
 
 
+Rows = Callable[[int], int]
+"""How many rows to compute when so many are needed."""
+
+
 @final
 class LanguageModel:
     """A causal language model in evaluation mode: no dropout, for either user."""
@@ -61,6 +66,8 @@ class LanguageModel:
         head = model.get_output_embeddings()
         assert head is not None, "a causal language model has an output head"
         self._head = head
+        self._rows: Rows = _as_they_are
+        self.family = family
         self.shape = _shape(model, family)
 
     @classmethod
@@ -107,14 +114,17 @@ class LanguageModel:
 
         `routing` records which experts the tokens go to, or forces recorded ones; it is used for one forward.
         """
+        if len(token_ids) != plan.tokens:
+            raise ValueError(f"the plan covers {plan.tokens} tokens, the forward has {len(token_ids)}")
+        padding = (0, self._rows(plan.tokens) - plan.tokens)
         output = self._model.base_model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
+            input_ids=pad(token_ids, padding).unsqueeze(0),
+            position_ids=pad(position_ids, padding).unsqueeze(0),
             use_cache=False,
             plan=plan,
             **{ROUTING_ARGUMENT: routing},
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0, : plan.tokens]
 
     def routing(self, tokens: int, *, forced: np.ndarray | None = None, margins: bool = False) -> Routing:
         """What `hidden` needs to record the routes of `tokens` tokens, or to force recorded ones. See `Routing`.
@@ -124,12 +134,26 @@ class LanguageModel:
             RecordError: `forced` is not complete, or not of this model.
         """
         if self.shape.experts is None:
-            raise ConfigError("a dense model has no expert routes: turn rollout.record_routes off")
+            raise ConfigError("a dense model has no expert routes; turn rollout.record_routes off")
         return Routing(self.shape.experts, tokens, self.device, forced=forced, margins=margins)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, V] of hidden states [N, H]: the head is computed in the model's dtype, then cast."""
-        return self._head(hidden).float()
+        rows = len(hidden)
+        return self._head(pad(hidden, (0, 0, 0, self._rows(rows) - rows)))[:rows].float()
+
+    def linear_shapes(self) -> set[tuple[int, int]]:
+        """(outputs, inputs) of every matrix that hidden states are multiplied with."""
+        return {(each.out_features, each.in_features) for each in self._model.modules() if isinstance(each, nn.Linear)}
+
+    def elementwise_widths(self) -> set[int]:
+        """Elements per token of the tensors to which functions of single elements are applied."""
+        config = self._model.config
+        return {self.shape.head_dim, config.hidden_size, config.intermediate_size}
+
+    def pad_rows(self, rows: Rows) -> None:
+        """From now on compute n rows as `rows(n)` of them, the further ones being padding."""
+        self._rows = rows
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors under their canonical names, ordered by name.
@@ -166,6 +190,10 @@ class LanguageModel:
     def save(self, folder: Path) -> None:
         """Write config and weights (safetensors) in Hugging Face layout; the tokenizer is not the model's."""
         self._model.save_pretrained(folder)
+
+
+def _as_they_are(rows: int) -> int:
+    return rows
 
 
 _SHOWN_FAULTS = 5
