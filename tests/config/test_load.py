@@ -68,6 +68,7 @@ def test_every_misspelt_option_is_refused_with_the_right_one(tmp_path: Path, nam
         (["deterministic=true"], "needs staleness.max_staleness = 0"),
         (["staleness.max_staleness=0", "rollout.in_flight=continue"], "implies rollout.in_flight = 'drain'"),
         (["staleness.max_staleness=0", "staleness.on_stale=drop"], "changes nothing"),
+        (["engine.max_running=64", "engine.step_tokens=64"], "leaves no room for prompts"),
         (["staleness.min_graded=9"], "more than rollout.group_size"),
         (["trainer.steps=5", "trainer.steps_on_a_batch=2"], "multiple"),
         (["rollout.max_in_flight=4"], "less than one group"),

@@ -67,6 +67,12 @@ class EngineConfig(Section):
     """CPU threads of each engine."""
     max_running: int = Field(default=64, gt=0, le=65536)
     """Sequences decoded in one batch of an engine."""
+    step_tokens: int | None = Field(default=None, gt=1)
+    """Tokens that an engine computes at once: those of sequences that decode, then pieces of prompts. More than
+    `max_running`. None: 512, or twice `max_running` if that is more."""
+    kv_memory_mb: int | None = Field(default=None, gt=0)
+    """Memory of an engine for keys and values, in MiB. When it is full, the newest sequences wait and are computed
+    again. None: what `max_running` longest sequences need, but at most 4 GiB unless one alone needs more."""
     host: str = "127.0.0.1"
     """Interface it listens on. Anything but loopback needs `token_env`."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -82,6 +88,11 @@ class EngineConfig(Section):
     def _check(self) -> Self:
         if self.port and self.count > 1:
             raise ValueError(f"{self.count} engines cannot share port {self.port}: set port = 0, or count = 1")
+        if self.step_tokens is not None and self.step_tokens <= self.max_running:
+            raise ValueError(
+                f"step_tokens = {self.step_tokens} leaves no room for prompts beside max_running = {self.max_running} "
+                "sequences that decode: raise the one or lower the other"
+            )
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
             raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
         return self

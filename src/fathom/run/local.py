@@ -259,6 +259,8 @@ def _fleet(
                 log_path=folder.logs / f"{name}.log",
                 max_context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
                 max_running=config.engine.max_running,
+                step_tokens=config.engine.step_tokens,
+                kv_memory_mb=config.engine.kv_memory_mb,
                 dtype=config.trainer.dtype,
                 device=config.engine.device,
                 threads=config.engine.threads,
