@@ -84,6 +84,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "prompts too long": (("rollout.max_prompt_tokens=1",), "all 20 prompts are longer"),
     "beyond the positions": (("rollout.max_new_tokens=9000",), "exceeds the 256 positions"),
     "kept sets too large": (("rollout.sampling.top_p=0.9", "rollout.max_kept_ids=3"), "top_k to at most 3"),
+    "routes of a dense model": (("rollout.record_routes=true",), "needs a model with experts"),
     "evaluation too large": (("evaluation.tasks=21",), "holds out only 20"),
     "warm start too large": (("warm_start.steps=1", "warm_start.tasks=21"), "only 20 training tasks"),
     "demonstrations that are not there": (

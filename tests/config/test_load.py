@@ -74,6 +74,7 @@ def test_every_misspelt_option_is_refused_with_the_right_one(tmp_path: Path, nam
         (["rollout.max_in_flight=4"], "less than one group"),
         (["engine.dtype=bfloat16"], "differs from the published cast"),
         (["engine.host=0.0.0.0"], "token_env"),
+        (["trainer.replay_routes=true"], "set rollout.record_routes = true"),
         (["objective.correction=none", "objective.correction_high=3"], "changes nothing"),
         (["objective.proximal=bypass"], "twice"),
         (["objective.kl_estimator=k1"], "changes nothing"),

@@ -6,6 +6,7 @@ from random_models import packed
 
 from fathom.core.errors import ConfigError
 from fathom.model.language_model import LanguageModel
+from fathom.model.routing import ExpertShape
 from fathom.model.tiny import make_tiny
 from fathom.text.characters import save_character_tokenizer
 from fathom.text.tokenizer import Tokenizer
@@ -13,10 +14,10 @@ from fathom.text.tokenizer import Tokenizer
 torch.set_num_threads(1)
 
 
-def make(seed, folder):
+def make(seed, folder, name="arithmetic"):
     folder.mkdir(exist_ok=True)
     vocabulary = save_character_tokenizer(folder)
-    make_tiny("arithmetic", seed, folder)
+    make_tiny(name, seed, folder)
     return vocabulary
 
 
@@ -49,6 +50,17 @@ def test_it_is_small_reads_characters_and_runs(tmp_path):
     logits = model.logits(model.hidden(*packed([torch.tensor(ids)])))
     assert logits.shape == (len(ids), model.shape.vocab_size)
     assert bool(logits.isfinite().all())
+
+
+def test_one_has_experts(tmp_path):
+    make(0, tmp_path, "moe")
+    model = LanguageModel.load(tmp_path, torch.bfloat16, "cpu")
+    assert model.shape.experts == ExpertShape(layers=8, experts=64, per_token=8)
+    assert 3e6 < sum(tensor.numel() for tensor in model.weights().values()) < 4e6
+    routing = model.routing(5)
+    ids, positions, plan = packed([torch.arange(5)])
+    assert bool(model.logits(model.hidden(ids, positions, plan, routing)).isfinite().all())
+    assert not model.shape.experts.fault(routing.chosen, 5)
 
 
 def test_an_unknown_name_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from fathom.run.preflight import access_token, check_engine
 
 ABLE = Capabilities(
     kept_sets=True,
-    routes=False,
+    routes=True,
     kv_versions=True,
     raw_logprobs=False,
     barriers=True,
@@ -43,6 +43,7 @@ ABLE = Capabilities(
         ({"barriers": False}, ("deterministic=true", "staleness.max_staleness=0"), "deterministic = true"),
         ({"pinned_versions": False}, ("evaluation.tasks=4",), "[evaluation]"),
         ({"kept_sets": False}, ("rollout.sampling.top_k=4",), "rollout.sampling.top_k"),
+        ({"routes": False}, ("model.tiny=moe", "rollout.record_routes=true"), "rollout.record_routes"),
         ({"kv_versions": False}, (), "staleness.max_kv_staleness"),
         ({"max_context_tokens": 31}, (), "rollout.max_prompt_tokens + rollout.max_new_tokens = 32"),
     ],
@@ -57,7 +58,7 @@ def test_what_an_engine_lacks_is_refused_by_the_options_name(
     assert named in str(refused.value)
 
 
-@pytest.mark.parametrize("lack", [{"barriers": False}, {"pinned_versions": False}, {"kept_sets": False}])
+@pytest.mark.parametrize("lack", [{"barriers": False}, {"pinned_versions": False}, {"kept_sets": False}, {"routes": False}])
 def test_what_is_not_asked_for_may_be_lacking(tmp_path: Path, lack: dict[str, object]) -> None:
     check_engine(small_config(tmp_path), msgspec.structs.replace(ABLE, **lack))
 
