@@ -21,6 +21,10 @@ class ProbeOptions(Section):
     """Requests in flight at once."""
     threads: int = Field(default=1, gt=0)
     """CPU threads of each of the two processes."""
+    dtype: Dtype = Dtype.FLOAT32
+    """Element type of both forwards."""
+    aligned: bool = False
+    """Compute in aligned mode; then nothing but 0 is allowed."""
     seed: int = 0
     """Fixes prompts, samples and the tiny model."""
 

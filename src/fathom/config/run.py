@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from fathom.config.families import OnStale, Tracker
+from fathom.config.families import EngineKind, OnStale, Tracker
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig, SyncConfig
 from fathom.config.section import Section
@@ -23,6 +23,9 @@ class ModelConfig(Section):
     """Name of a tiny model made from the seed, with its own tokenizer. None: `path` is used."""
     chat_template: bool = True
     """Render prompts by the tokenizer's chat template. False: the messages' contents joined as plain text."""
+    aligned: bool = False
+    """Engine and trainer compute the same bits: the log-ratio of a token of the trainer's own version is 0, exactly.
+    Checked at start and at every publication; refused where it does not hold."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -128,6 +131,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"staleness.max_kv_staleness = {clock.kv_bound}: the smallest possible value is {smallest}"
             )
+        if self.model.aligned:
+            _check_aligned(self)
         if self.deterministic and clock.max_staleness != 0:
             raise ValueError("deterministic = true needs staleness.max_staleness = 0")
         if self.deterministic and self.engine.count > 1:
@@ -136,8 +141,8 @@ class RunConfig(Section):
             )
         if self.sync.min_engines > self.engine.count:
             raise ValueError(
-                f"sync.min_engines = {self.sync.min_engines} is more than engine.count = {self.engine.count}; lower it, "
-                "or raise engine.count"
+                f"sync.min_engines = {self.sync.min_engines} is more than engine.count = {self.engine.count}; "
+                "lower it, or raise engine.count"
             )
         if clock.max_staleness == 0 and rollout.in_flight is not InFlightMode.DRAIN:
             if "in_flight" in rollout.model_fields_set:
@@ -164,3 +169,16 @@ class RunConfig(Section):
                 f"'{trainer.dtype}'; set them equal"
             )
         return self
+
+
+def _check_aligned(config: RunConfig) -> None:
+    if config.engine.kind is not EngineKind.EMBEDDED:
+        raise ValueError(
+            f"model.aligned = true needs engine.kind = 'embedded', not '{config.engine.kind}', whose kernels are others; "
+            "set model.aligned = false"
+        )
+    for option, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if device != "cpu":
+            raise ValueError(
+                f"model.aligned = true holds on CPUs only, but {option} = '{device}'; set model.aligned = false"
+            )

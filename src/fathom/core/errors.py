@@ -75,6 +75,10 @@ class DeliveryError(FathomError):
     """A version, right in itself, was not delivered: no room for it, or fewer engines than required took it."""
 
 
+class AlignmentError(FathomError):
+    """Engine and trainer computed other bits in aligned mode. The weights that serve are right; the claim is not."""
+
+
 class BooksError(FathomError):
     """The books do not balance. No optimizer step is taken."""
 

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.model.attention import ATTENTION_NAME, AttentionPlan
 from fathom.model.families import EXPERTS_IMPLEMENTATION, WITH_EXPERTS, ModelFamily, refuse_unsupported
+from fathom.model.kernels.tiled_attention import computes
 from fathom.model.routing import ROUTING_ARGUMENT, ExpertShape, Routing, expert_shape, install_routing
 
 # Its bars would be drawn over the run's own progress.
@@ -106,6 +107,13 @@ class LanguageModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._model.device
+
+    @property
+    def kernels(self) -> str:
+        """Kernel mode, for the records: `aligned`, `tiled` (our attention on a CPU) or `sdpa` (torch's)."""
+        if self._rows is not _as_they_are:
+            return "aligned"
+        return "tiled" if computes(self.dtype, self.device, self.shape.value_head_dim) else "sdpa"
 
     def hidden(
         self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, routing: Routing | None = None

@@ -106,7 +106,7 @@ async def _run(
 ) -> str:
     config = resolved.config
     model_folder = _model_folder(resolved, folder)
-    backend = TorchBackend(model_folder, config.trainer)
+    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
     learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder)
@@ -136,7 +136,7 @@ async def _run(
                 learner=learner,
                 delivery=delivery,
                 fleet=fleet,
-                desk=Desk(fleet, folder.requests),
+                desk=Desk(fleet, folder.path),
                 recorder=recorder,
                 checkpoints=checkpoints,
                 evaluator=_evaluator(resolved, runner, stop, fleet),
@@ -264,6 +264,7 @@ def _fleet(
                 dtype=config.trainer.dtype,
                 device=config.engine.device,
                 threads=config.engine.threads,
+                aligned=config.model.aligned,
                 host=config.engine.host,
                 port=config.engine.port,
                 token=access_token(config.engine),

@@ -74,6 +74,7 @@ async def open_stand(
     max_context_tokens: int,
     max_running: int,
     engine_threads: int = 1,
+    aligned: bool = False,
     transport: TransportKind = TransportKind.SHARED,
 ) -> AsyncGenerator[Stand]:
     """Load the trainer, start the engine; end both afterwards. Logs and published files go to `scratch`.
@@ -81,7 +82,7 @@ async def open_stand(
     Raises:
         ConfigError: the model cannot be loaded. EngineError: the engine does not start.
     """
-    backend = TorchBackend(model, trainer)
+    backend = TorchBackend(model, trainer, aligned=aligned)
     tokenizer = Tokenizer.load(model)
     engine = await EmbeddedEngine.launch(
         EmbeddedSpec(
@@ -92,6 +93,7 @@ async def open_stand(
             max_running=max_running,
             dtype=trainer.dtype,
             threads=engine_threads,
+            aligned=aligned,
         )
     )
     try:

@@ -1,4 +1,4 @@
-"""Engine against trainer on one version in float32: how far apart are their log-probabilities of the same tokens?
+"""Engine against trainer on one version: how far apart are their log-probabilities of the same tokens?
 
 Every token is sampled by a real engine process and scored by the trainer, as in a run; nothing is re-tokenised and
 no version changes, so all that is left is the difference between two stacks of kernels.
@@ -16,6 +16,7 @@ import numpy as np
 from fathom.bench.options import ProbeOptions
 from fathom.bench.record import Measured, Sample, Say, Target
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.config.families import Dtype
 from fathom.config.trainer import TrainerConfig
 from fathom.core.errors import EngineError
 from fathom.core.ids import GroupId, Occurrence
@@ -49,7 +50,7 @@ def probe(options: ProbeOptions, say: Say) -> Measured:
 
 
 async def _probe(options: ProbeOptions, model: Path, scratch: Path, say: Say) -> Measured:
-    trainer = TrainerConfig(steps=1, groups_per_step=1, threads=options.threads)
+    trainer = TrainerConfig(steps=1, groups_per_step=1, threads=options.threads, dtype=options.dtype)
     say(f"starting an engine with {model}")
     async with open_stand(
         model,
@@ -58,6 +59,7 @@ async def _probe(options: ProbeOptions, model: Path, scratch: Path, say: Say) ->
         max_context_tokens=PROMPT_TOKENS + options.max_new_tokens,
         max_running=options.requests,
         engine_threads=options.threads,
+        aligned=options.aligned,
     ) as stand:
         await stand.publish(0)
         gaps: dict[str, np.ndarray] = {}
@@ -66,7 +68,7 @@ async def _probe(options: ProbeOptions, model: Path, scratch: Path, say: Say) ->
             gaps[setting] = _gaps(stand, rows)
             say(f"{setting}: {len(gaps[setting])} tokens, max |log r| {gaps[setting].max():.2e}")
         small = sum(tensor.numel() for tensor in stand.backend.weights().values()) <= _SMALL_PARAMETERS
-    return Measured(samples=_samples(gaps), targets=list(_targets(gaps, small)))
+    return Measured(samples=_samples(gaps), targets=list(_targets(options, gaps, small)))
 
 
 async def _sample(options: ProbeOptions, stand: Stand, sampling: SamplingParams) -> list[Row]:
@@ -129,12 +131,18 @@ def _samples(gaps: dict[str, np.ndarray]) -> list[Sample]:
     ]
 
 
-def _targets(gaps: dict[str, np.ndarray], small: bool) -> Iterator[Target]:
-    """One bound for every token of a small model; for a large one, whose sums are longer, one for the mean as well."""
+def _targets(options: ProbeOptions, gaps: dict[str, np.ndarray], small: bool) -> Iterator[Target]:
+    """One bound for every token of a small model; for a large one, whose sums are longer, one for the mean as well.
+
+    Aligned, the bound is 0 whatever the model; in bfloat16, whose kernels differ by what they differ, there is none.
+    """
     largest = max(float(gap.max()) for gap in gaps.values())
-    limit = SMALL_MAX if small else LARGE_MAX
-    yield Target(claim="largest |log r| of any setting", measured=largest, limit=limit, at_most=True, required=True)
-    if not small:
+    bounded = options.aligned or options.dtype is Dtype.FLOAT32
+    limit = 0.0 if options.aligned else SMALL_MAX if small else LARGE_MAX
+    claim = "largest |log r| of any setting"
+    if bounded:
+        yield Target(claim=claim, measured=largest, limit=limit, at_most=True, required=True)
+    if bounded and not options.aligned and not small:
         mean = max(float(gap.mean()) for gap in gaps.values())
         claim = "mean |log r| of the worst setting"
         yield Target(claim=claim, measured=mean, limit=LARGE_MEAN, at_most=True, required=True)

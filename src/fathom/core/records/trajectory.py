@@ -101,7 +101,7 @@ class Turn(msgspec.Struct, frozen=True, tag="turn.1"):
     dtype: str
     """Element type of the weights that computed it, e.g. `float32`."""
     kernels: str
-    """Kernel mode, e.g. `sdpa` or `aligned`."""
+    """Kernel mode: `aligned`, `tiled`, `sdpa`, or an engine's own name for it."""
     sampling: SamplingParams
     """The sampling distribution."""
     finish_reason: FinishReason

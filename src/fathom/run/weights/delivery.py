@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from fathom.config.run import RunConfig
-from fathom.core.errors import DeliveryError, EngineError, PayloadError
+from fathom.core.errors import AlignmentError, DeliveryError, EngineError, PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.row import Row
@@ -67,6 +67,7 @@ class Delivery:
 
         Raises:
             DeliveryError | PayloadError: too many publications in a row have failed.
+            AlignmentError: in aligned mode, engine and trainer differ.
         """
         await self.finish()
         number = self._learner.version
@@ -152,6 +153,11 @@ class Delivery:
         if any(result.version != version for result in scored):
             return None
         log_ratio = np.concatenate(trained) - np.concatenate([result.logprobs for result in scored])
+        if self._config.model.aligned and log_ratio.any():
+            raise AlignmentError(
+                f"at version {version.name} engine and trainer differ by up to {np.abs(log_ratio).max():.1e} in the "
+                "log-probabilities of the same tokens; set model.aligned = false, or use equal libraries for both"
+            )
         nothing = np.zeros(len(log_ratio), dtype=bool)
         return measure_mismatch(log_ratio, nothing, nothing)
 
@@ -163,4 +169,5 @@ def _score_request(version: PolicyVersion, row: Row) -> ScoreRequest:
         positions=row.positions,
         temperature=row.temperature,
         kept=row.kept,
+        bias=row.bias,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from fathom.config.families import Dtype
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import CheckpointError, ConfigError
+from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
@@ -33,14 +34,17 @@ _DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT1
 class TorchBackend:
     """See `port.Backend`. The same inputs on the same machine class and thread count give the same bits."""
 
-    def __init__(self, model_folder: Path, config: TrainerConfig) -> None:
+    def __init__(self, model_folder: Path, config: TrainerConfig, *, aligned: bool = False) -> None:
         """Load a Hugging Face folder in `config.dtype` on `config.device`, and begin the RL phase.
 
-        Sets the process's number of torch threads. Raises ConfigError when the model cannot be loaded.
+        Sets the process's number of torch threads. Raises ConfigError when the model cannot be loaded, or cannot be
+        `aligned` here.
         """
         torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.dtype]
         self._model = LanguageModel.load(model_folder, self._dtype, config.device)
+        if aligned:
+            align(self._model)
         self._masters = masters_of(self._model.weights())
         self._reference: ReferencePolicy | None = None
         self.begin_phase(config.optimizer, config.steps)
@@ -148,7 +152,7 @@ class TorchBackend:
         hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan, routing)
         chosen = hidden.index_select(0, self._tensor(rows.sources))
         targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
-        return head_logprobs(self._model, chosen, targets, temperature, rows.kept)
+        return head_logprobs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
 
     def _saved_weights(self, folder: Path) -> Mapping[str, Tensor]:
         try:

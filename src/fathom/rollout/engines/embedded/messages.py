@@ -141,6 +141,8 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
     """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, up to 4 GiB."""
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
+    aligned: bool
+    """Compute in aligned mode (`model/aligned.py`)."""
     host: str
     """Interface to listen on."""
     port: int

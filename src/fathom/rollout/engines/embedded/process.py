@@ -49,6 +49,8 @@ class EmbeddedSpec:
     """Torch device."""
     threads: int = 1
     """CPU threads."""
+    aligned: bool = False
+    """Compute in aligned mode: the trainer's bits, whatever the batch."""
     host: str = "127.0.0.1"
     """Interface it listens on."""
     port: int = 0
@@ -179,6 +181,7 @@ def _config_line(spec: EmbeddedSpec) -> bytes:
         step_tokens=spec.step_tokens,
         kv_memory_mb=spec.kv_memory_mb,
         max_context_tokens=spec.max_context_tokens,
+        aligned=spec.aligned,
         host=spec.host,
         port=spec.port,
         token=spec.token,

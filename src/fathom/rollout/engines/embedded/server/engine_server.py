@@ -20,6 +20,7 @@ from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind
 from fathom.core.records.sampling import InFlightMode
+from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
@@ -53,9 +54,9 @@ class EngineServer:
         torch.set_num_threads(config.threads)
         sys.setswitchinterval(_SWITCH_S)
         _raise_file_limit()
-        self.capabilities = _capabilities(config)
         self._loop = asyncio.new_event_loop()
         decoder, weights = _load(config)
+        self.capabilities = _capabilities(config, decoder.has_experts)
         self._scheduler = Scheduler(EngineId(config.engine), self.capabilities, decoder, weights, self._deliver)
         self._app = EngineApi(self._scheduler, config.threads).app(config.token)
 
@@ -87,6 +88,8 @@ class EngineServer:
 
 def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
     model = LanguageModel.load(Path(config.model_folder), _DTYPES[config.dtype], config.device)
+    if config.aligned:
+        align(model)
     slots, tokens = config.max_running, config.max_context_tokens
     if tokens > model.shape.max_positions:
         raise ConfigError(
@@ -107,10 +110,10 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
     return decoder, WeightSets(model.weights())
 
 
-def _capabilities(config: EngineConfigLine) -> Capabilities:
+def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:
     return Capabilities(
         kept_sets=True,
-        routes=False,
+        routes=routes,
         kv_versions=True,
         raw_logprobs=True,
         barriers=True,
@@ -120,6 +123,7 @@ def _capabilities(config: EngineConfigLine) -> Capabilities:
         transports=frozenset(TransportKind),
         digest=DigestKind.MEMORY,
         max_context_tokens=config.max_context_tokens,
+        logit_bias=True,
     )
 
 

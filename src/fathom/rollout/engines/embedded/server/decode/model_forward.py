@@ -15,7 +15,8 @@ from fathom.core.ports.engine import ScoreRequest
 from fathom.model.attention import AttentionPlan, PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
-from fathom.model.paged_attention import KvPages
+from fathom.model.paged_attention import PAGE_TOKENS, KvPages
+from fathom.model.routing import Routing
 from fathom.rollout.engines.embedded.server.decode.forward import Batch
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
@@ -28,9 +29,17 @@ class ModelForward:
         self._model = model
         self._kv = kv
         self._using: WeightSet | None = None
+        experts = model.shape.experts
+        size = (kv.pages, PAGE_TOKENS, experts.layers, experts.per_token) if experts else (0, 0, 0, 0)
+        self._routes = np.zeros(size, experts.dtype if experts else np.uint8)
         self.vocab_size = model.shape.vocab_size
         self.dtype = str(model.dtype).removeprefix("torch.")
-        self.kernels = "sdpa"
+        self.kernels = model.kernels
+
+    @property
+    def has_experts(self) -> bool:
+        """See `Forward.has_experts`."""
+        return self._model.shape.experts is not None
 
     def use(self, weights: WeightSet) -> None:
         """See `Forward.use`."""
@@ -41,12 +50,23 @@ class ModelForward:
     def logits(self, weights: WeightSet, batch: Batch) -> Tensor:
         """See `Forward.logits`."""
         plan = self._kv.plan(batch.tables, batch.starts, batch.lengths)
-        hidden = self._hidden(weights, batch.tokens, batch.positions, plan)
+        routing = self._model.routing(len(batch.tokens)) if batch.routed else None
+        hidden = self._hidden(weights, batch.tokens, batch.positions, plan, routing)
+        if routing is not None:
+            rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+            pages = batch.tables[rows, batch.positions // PAGE_TOKENS]
+            self._routes[pages, batch.positions % PAGE_TOKENS] = routing.chosen
         return self._model.logits(hidden[torch.from_numpy(batch.sampled).to(hidden.device)])
 
     def copy_page(self, from_page: int, to_page: int) -> None:
         """See `Forward.copy_page`."""
         self._kv.copy(from_page, to_page)
+        if self.has_experts:
+            self._routes[to_page] = self._routes[from_page]
+
+    def routes(self, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """See `Forward.routes`."""
+        return self._routes[pages, offsets]
 
     def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
         """See `Forward.score`."""
@@ -56,11 +76,19 @@ class ModelForward:
         before = torch.from_numpy(request.positions - 1).to(hidden.device)
         targets = torch.from_numpy(request.token_ids[request.positions].astype(np.int64)).to(hidden.device)
         temperature = torch.from_numpy(request.temperature).to(hidden.device)
-        return head_logprobs(self._model, hidden[before], targets, temperature, request.kept).cpu().numpy()
+        scored = head_logprobs(self._model, hidden[before], targets, temperature, request.kept, request.bias)
+        return scored.cpu().numpy()
 
-    def _hidden(self, weights: WeightSet, tokens: np.ndarray, positions: np.ndarray, plan: AttentionPlan) -> Tensor:
+    def _hidden(
+        self,
+        weights: WeightSet,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        plan: AttentionPlan,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """[T, H]: the one place where the model is called."""
         self.use(weights)
         device = self._model.device
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        return self._model.hidden(ids, torch.from_numpy(positions).to(device), plan)
+        return self._model.hidden(ids, torch.from_numpy(positions).to(device), plan, routing)
