@@ -125,6 +125,7 @@ def test_requests_that_make_no_sense_are_refused_and_harm_nobody(bench: Bench) -
             positions=np.array([7], np.int64),
             temperature=np.ones(1, np.float32),
             kept=None,
+            bias=None,
         )
         with pytest.raises(EngineError):
             await bench.engine.score(score)
@@ -248,6 +249,7 @@ def test_bfloat16_from_disk_and_a_killed_engine(folder: Path, tmp_path: Path) ->
                 positions=np.arange(8, len(done.context), dtype=np.int64),
                 temperature=np.ones(len(done.text), np.float32),
                 kept=None,
+                bias=None,
             )
             scored = await engine.score(request)
             np.testing.assert_allclose(scored.logprobs, done.logprobs, atol=0.1)

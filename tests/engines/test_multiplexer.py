@@ -137,6 +137,7 @@ def test_scorings_travel_with_generations() -> None:
         positions=np.array([1], np.int64),
         temperature=np.ones(1, np.float32),
         kept=None,
+        bias=None,
     )
 
     async def answer(names: list[str]) -> AsyncIterator[bytes]:

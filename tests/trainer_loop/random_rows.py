@@ -59,6 +59,7 @@ def make_row(
         kv_version=np.full(sampled, version if kv_version is None else kv_version, np.int32),
         temperature=np.full(sampled, 1.0, np.float32),
         kept=_kept(rng, ids[prompt:]) if kept else None,
+        bias=None,
         routes=None,
         mixed_routes=None,
     )

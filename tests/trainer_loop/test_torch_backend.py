@@ -62,7 +62,7 @@ def test_tokens_after_the_last_loss_token_change_nothing(folder):
     short = type(row)(
         **{
             name: getattr(row, name)
-            for name in ("trajectory", "group", "branch", "kept", "routes", "mixed_routes", "token_ids")
+            for name in ("trajectory", "group", "branch", "kept", "bias", "routes", "mixed_routes", "token_ids")
         },
         **{
             name: getattr(row, name)[head]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fathom.config.families import Dtype, EngineKind, TransportKind
 from fathom.config.section import DEVICE, Section
+from fathom.core.records.bias import LogitBias
 from fathom.core.records.sampling import InFlightMode, SamplingParams
 
 
@@ -22,10 +23,21 @@ class SamplingConfig(Section):
     """Keep the smallest most likely set with this mass. 1: all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep tokens above this share of the most likely one's probability. 0: all."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids before the temperature divides them, each within [-100, 100]. Trained
+    with: the trainer adds the same. Empty: none."""
 
     def params(self) -> SamplingParams:
         """The record form."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        bias = LogitBias(*zip(*sorted(self.logit_bias.items()), strict=True)) if self.logit_bias else None
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, logit_bias=bias
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.params()
+        return self
 
 
 class RolloutConfig(Section):

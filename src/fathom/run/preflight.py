@@ -95,6 +95,10 @@ def check_engine(config: RunConfig, able: Capabilities) -> None:
             able.kept_sets or not config.rollout.sampling.params().truncates,
             "rollout.sampling.top_k, top_p or min_p (its capability `kept_sets`)",
         ),
+        (
+            able.logit_bias or not config.rollout.sampling.logit_bias,
+            "rollout.sampling.logit_bias (its capability `logit_bias`)",
+        ),
         (able.routes or not config.rollout.record_routes, "rollout.record_routes (its capability `routes`)"),
         (able.kv_versions, "staleness.max_kv_staleness (its capability `kv_versions`)"),
         (able.max_context_tokens >= longest, f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"),

@@ -115,6 +115,11 @@ def _check_model(config: RunConfig, model: StartingModel) -> None:
             "plain text"
         )
     sampling = config.rollout.sampling.params()
+    if sampling.logit_bias is not None and sampling.logit_bias.ids[-1] >= model.vocab_size:
+        raise ConfigError(
+            f"rollout.sampling.logit_bias names token {sampling.logit_bias.ids[-1]}, but the model has "
+            f"{model.vocab_size}; leave out ids beyond them"
+        )
     largest = min(sampling.top_k or model.vocab_size, model.vocab_size)
     if sampling.truncates and largest > config.rollout.max_kept_ids:
         raise ConfigError(

@@ -14,6 +14,7 @@ import numpy as np
 
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.records.bias import TokenBias
 from fathom.core.records.sampling import FinishReason, InFlightMode, Purpose, SamplingParams
 from fathom.core.records.trajectory import KeptSets
 
@@ -52,6 +53,10 @@ class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.1"):
     """How it proves what it holds."""
     max_context_tokens: int
     """Longest sequence (prompt and sampled) it serves."""
+    logit_bias: bool = False
+    """Samples and scores with a logit bias."""
+    stop_strings: bool = False
+    """Ends a generation at a text. Like every ability, it is lacking where it is not declared."""
 
 
 class Barrier(msgspec.Struct, frozen=True, tag="barrier.1"):
@@ -153,6 +158,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="score.1"):
     """float32 [N]."""
     kept: KeptSets | None
     """Kept sets to renormalise over. None: full vocabulary."""
+    bias: TokenBias | None
+    """Biases to add to the logits. None: no token has one."""
 
 
 class ScoreResult(msgspec.Struct, frozen=True, tag="score_result.1"):

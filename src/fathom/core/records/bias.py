@@ -43,9 +43,10 @@ class TokenBias(msgspec.Struct, frozen=True, tag="token_bias.1"):
     def of(cls, biases: Sequence[LogitBias | None]) -> Self | None:
         """From the bias of each token. None: no token has one."""
         used = tuple(dict.fromkeys(bias for bias in biases if bias is not None))
+        if not used:
+            return None
         index = {bias: place for place, bias in enumerate(used)}
-        which = np.array([-1 if bias is None else index[bias] for bias in biases], np.int32)
-        return cls(biases=used, which=which) if used else None
+        return cls(biases=used, which=np.array([-1 if bias is None else index[bias] for bias in biases], np.int32))
 
     def check(self, count: int) -> None:
         """Raises `RecordError` unless this is of `count` tokens and whole."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fathom.core.ids import GroupId, TrajectoryId
+from fathom.core.records.bias import TokenBias
 from fathom.core.records.sampling import SamplingParams
 from fathom.core.records.trajectory import KeptSets, TokenBranch, Trajectory
 
@@ -35,6 +36,8 @@ class Row:
     """float32 [N]: sampling temperature of each token."""
     kept: KeptSets | None
     """Kept sets of the N tokens. None: full vocabulary everywhere."""
+    bias: TokenBias | None
+    """Logit biases of the N tokens. None: no token has one."""
     routes: np.ndarray | None
     """uint8 or uint16 [T-1, L, E] expert ids of the tokens as inputs. None: not recorded."""
     mixed_routes: np.ndarray | None
@@ -50,6 +53,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 def _row(trajectory: Trajectory, index: int, branch: TokenBranch) -> Row:
     positions = np.flatnonzero(branch.loss_mask)
     among_sampled = (np.cumsum(branch.sampled) - 1)[positions]
+    sampling = [_sampling_at(branch, position) for position in positions.tolist()]
     return Row(
         trajectory=trajectory.header.id,
         group=trajectory.header.group,
@@ -59,8 +63,9 @@ def _row(trajectory: Trajectory, index: int, branch: TokenBranch) -> Row:
         logprobs=branch.logprobs[among_sampled],
         policy_version=branch.policy_version[among_sampled],
         kv_version=branch.kv_version[among_sampled],
-        temperature=np.array([_sampling_at(branch, int(p)).temperature for p in positions], dtype=np.float32),
+        temperature=np.array([each.temperature for each in sampling], dtype=np.float32),
         kept=branch.kept.select(among_sampled) if branch.kept is not None else None,
+        bias=TokenBias.of([each.logit_bias for each in sampling]),
         routes=branch.routes,
         mixed_routes=branch.mixed_routes[among_sampled] if branch.routes is not None else None,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fathom.core.errors import RecordError
 from fathom.core.ports.engine import Capabilities, GenerateRequest, ScoreRequest
+from fathom.core.records.bias import TokenBias
 
 
 def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab_size: int) -> str | None:
@@ -18,7 +20,11 @@ def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab
         return wrong
     if not 0 <= request.seed < 2**64:
         return f"the seed {request.seed} does not fit 64 bits, unsigned"
+    bias = request.sampling.logit_bias
+    if bias is not None and (wrong := _outside([bias.ids[0], bias.ids[-1]], vocab_size)):
+        return wrong
     for asked, able, name in (
+        (bias is not None, capabilities.logit_bias, "logit_bias"),
         (request.want_routes, capabilities.routes, "routes"),
         (request.want_raw_logprobs, capabilities.raw_logprobs, "raw_logprobs"),
         (request.pinned is not None, capabilities.pinned_versions, "pinned_versions"),
@@ -42,8 +48,20 @@ def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size:
         return "scoring needs one temperature > 0 for each position"
     if request.kept is not None and len(request.kept.offsets) != count + 1:
         return "kept sets must be of the scored positions, one each"
+    if request.bias is not None and (wrong := _wrong_bias(request.bias, count, capabilities, vocab_size)):
+        return wrong
     kept_ids = request.kept.ids.tolist() if request.kept is not None else []
     return _outside([request.token_ids.min(), request.token_ids.max(), *kept_ids], vocab_size)
+
+
+def _wrong_bias(bias: TokenBias, count: int, capabilities: Capabilities, vocab_size: int) -> str | None:
+    if not capabilities.logit_bias:
+        return "it does not have the capability `logit_bias`; choose an engine that declares it"
+    try:
+        bias.check(count)
+    except RecordError as error:
+        return str(error)
+    return _outside([bound for each in bias.biases for bound in (each.ids[0], each.ids[-1])], vocab_size)
 
 
 def _outside(ids: list[int], vocab_size: int) -> str | None:

@@ -9,6 +9,7 @@ from typing import Self, final
 import numpy as np
 
 from fathom.core.errors import RecordError
+from fathom.core.records.bias import TokenBias, join_biases
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.row import Row
 from fathom.core.records.trajectory import KeptSets
@@ -38,6 +39,8 @@ class PackedRows:
     """float32 [N]: what the logits are divided by."""
     kept: KeptSets | None
     """Kept sets of the N tokens. None: full vocabulary everywhere."""
+    bias: TokenBias | None
+    """Logit biases of the N tokens. None: no token has one."""
     routes: np.ndarray | None
     """uint8 or uint16 [T, L, E]: recorded experts of the input tokens. None: a row has none."""
     forced: bool
@@ -58,6 +61,7 @@ class PackedRows:
             [row.positions for row in rows],
             temperature=np.concatenate([row.temperature for row in rows]),
             kept=_joined_kept(rows),
+            bias=join_biases([row.bias for row in rows], [len(row.positions) for row in rows]),
             routes=routes,
             forced=forced,
         )
@@ -71,6 +75,7 @@ class PackedRows:
             positions,
             temperature=np.ones(sum(map(len, positions)), dtype=np.float32),
             kept=None,
+            bias=None,
             routes=None,
             forced=False,
         )
@@ -82,6 +87,7 @@ class PackedRows:
         positions: Sequence[np.ndarray],
         temperature: np.ndarray,
         kept: KeptSets | None,
+        bias: TokenBias | None,
         routes: np.ndarray | None,
         forced: bool,
     ) -> Self:
@@ -99,6 +105,7 @@ class PackedRows:
             loss_lengths=tuple(len(places) for places in positions),
             temperature=temperature,
             kept=kept,
+            bias=bias,
             routes=routes,
             forced=forced,
         )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 
+import msgspec
 import numpy as np
 
 from fathom.core.ports.engine import ScoreRequest
+from fathom.core.records.bias import LogitBias, TokenBias
 from fathom.core.records.sampling import SamplingParams
 from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.conformance.subject import PROMPT, Case, Generated, Subject
@@ -17,6 +21,14 @@ _TRUNCATIONS = (
     SamplingParams(min_p=0.2),
     SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
 )
+_BIAS = LogitBias(ids=(1, 3, 8), values=(-100.0, 1.5, 0.75))
+_BIASED = (
+    SamplingParams(logit_bias=_BIAS),
+    SamplingParams(temperature=0.6, logit_bias=_BIAS),
+    SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.02, logit_bias=_BIAS),
+)
+_GROUP, _LEAST_DUE, _DEVIATIONS = 300, 5, 5
+"""Requests of the chi-square test, the fewest of a token it looks at alone, and how many deviations it may be off."""
 
 
 async def the_seed_decides(subject: Subject) -> None:
@@ -87,6 +99,38 @@ async def mixed_batches_keep_their_own_parameters(subject: Subject) -> None:
         assert (done.kept is not None) == sampling.truncates
 
 
+async def a_bias_is_part_of_the_distribution(subject: Subject) -> None:
+    """A biased token's log-probability is that of the biased logits, by `score` too; -100 bans a token."""
+    if not subject.engine.capabilities.logit_bias:
+        return
+    await subject.serve()
+    for sampling in _BIASED:
+        done = await subject.run(subject.request(sampling=sampling, seed=4, new=48))
+        assert _BIAS.ids[0] not in done.text
+        np.testing.assert_allclose(await _scores(subject, done, done.kept), done.logprobs, atol=subject.tolerance)
+        request = _score_request(subject, done, done.kept)
+        without = await subject.engine.score(msgspec.structs.replace(request, bias=None))
+        assert np.any(np.abs(without.logprobs - done.logprobs) > subject.tolerance), f"{sampling} changed nothing"
+
+
+async def tokens_come_as_often_as_they_are_likely(subject: Subject) -> None:
+    """Chi-square of the first tokens of a large group against the probabilities reported for them."""
+    await subject.serve()
+    biased = subject.engine.capabilities.logit_bias
+    for sampling in (SamplingParams(temperature=0.8), _BIASED[2] if biased else _TRUNCATIONS[3]):
+        group = await asyncio.gather(
+            *(subject.run(subject.request(sampling=sampling, seed=seed, new=1)) for seed in range(_GROUP))
+        )
+        times = Counter(done.text[0] for done in group)
+        likely = {done.text[0]: _GROUP * math.exp(done.logprobs[0]) for done in group}
+        common = [token for token, due in likely.items() if due >= _LEAST_DUE]
+        rest = _GROUP - sum(times[token] for token in common), _GROUP - sum(likely[token] for token in common)
+        found = [(times[token], likely[token]) for token in common] + ([rest] if rest[1] >= _LEAST_DUE else [])
+        chi_square = sum((seen - due) ** 2 / due for seen, due in found)
+        assert len(found) > 1
+        assert chi_square < len(found) + _DEVIATIONS * math.sqrt(2 * len(found)), f"{sampling}: {sorted(found)}"
+
+
 async def raw_logprobs_are_untransformed(subject: Subject) -> None:
     """Raw log-probabilities are of temperature 1 over the full vocabulary."""
     if not subject.engine.capabilities.raw_logprobs:
@@ -102,6 +146,7 @@ async def raw_logprobs_are_untransformed(subject: Subject) -> None:
             positions=request.positions,
             temperature=np.ones_like(request.temperature),
             kept=None,
+            bias=None,
         )
     )
     np.testing.assert_allclose(raw, plain.logprobs, atol=subject.tolerance)
@@ -111,7 +156,7 @@ async def raw_logprobs_are_untransformed(subject: Subject) -> None:
 async def a_shared_prompt_is_computed_once(subject: Subject) -> None:
     """A group after its first member reuses the prompt, says so, and samples what it would have sampled."""
     await subject.serve()
-    prompt = PROMPT * 4
+    prompt = PROMPT * 5
     first = await subject.run(subject.request(prompt=prompt, seed=0))
     group = await asyncio.gather(*(subject.run(subject.request(prompt=prompt, seed=seed)) for seed in range(4)))
     assert first.end.cached_tokens == 0
@@ -135,6 +180,7 @@ def _score_request(subject: Subject, done: Generated, kept: KeptSets | None) -> 
         positions=np.arange(size, dtype=np.int64) + len(done.request.prompt_ids),
         temperature=np.full(size, done.request.sampling.temperature, np.float32),
         kept=kept,
+        bias=TokenBias.of([done.request.sampling.logit_bias] * size),
     )
 
 
@@ -145,6 +191,8 @@ DISTRIBUTION_CASES: tuple[Case, ...] = (
     kept_sets_are_those_sampled_from,
     one_kept_token_has_probability_one,
     mixed_batches_keep_their_own_parameters,
+    a_bias_is_part_of_the_distribution,
+    tokens_come_as_often_as_they_are_likely,
     raw_logprobs_are_untransformed,
     a_shared_prompt_is_computed_once,
 )

@@ -85,6 +85,7 @@ async def impossible_scores_are_refused(subject: Subject) -> None:
             positions=np.array(positions, np.int64),
             temperature=np.ones(len(positions), np.float32),
             kept=None,
+            bias=None,
         )
         try:
             await subject.engine.score(request)
@@ -117,6 +118,8 @@ async def abort_returns_what_there_is(subject: Subject) -> None:
 
 async def abort_before_the_first_token(subject: Subject) -> None:
     """A generation aborted while it waits ends with no tokens."""
+    if not subject.engine.capabilities.barriers:
+        return
     await subject.serve()
     waiting = subject.request(barrier=Barrier(name=subject.name(), size=2))
     running = asyncio.create_task(subject.run(waiting))

@@ -13,6 +13,7 @@ import numpy as np
 
 from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import GenerateRequest, ScoreRequest
+from fathom.core.records.bias import LogitBias
 from fathom.core.records.sampling import FinishReason, SamplingParams
 from fathom.rollout.engines.uniforms import uniforms
 
@@ -116,7 +117,10 @@ class ToyPolicy:
         """See `Script.score`."""
         scored: list[float] = []
         for index, position in enumerate(request.positions.tolist()):
-            logits = self._logits(int(request.token_ids[position - 1]), version) / request.temperature[index]
+            logits = self._logits(int(request.token_ids[position - 1]), version)
+            if request.bias is not None and request.bias.which[index] >= 0:
+                logits = biased(logits, request.bias.biases[request.bias.which[index]])
+            logits = logits / request.temperature[index]
             kept = request.kept.of(index) if request.kept is not None else None
             chosen = logits if kept is None else logits[kept]
             scored.append(float(logits[request.token_ids[position]] - _logsumexp(chosen)))
@@ -129,7 +133,7 @@ class ToyPolicy:
 
 def distribution(logits: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """What is sampled from: float64 [V] log-probabilities (-inf where removed), and the kept ids (empty: full)."""
-    scaled = logits / sampling.temperature
+    scaled = biased(logits, sampling.logit_bias) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     kept = np.zeros(len(scaled), bool)
     kept[order[: sampling.top_k or len(scaled)]] = True
@@ -139,6 +143,15 @@ def distribution(logits: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarr
     kept[order[probs < sampling.min_p * probs[0]]] = False
     logprobs = np.where(kept, scaled - _logsumexp(scaled[kept]), -np.inf)
     return logprobs, _FULL if kept.all() else np.flatnonzero(kept).astype(np.int32)
+
+
+def biased(logits: np.ndarray, bias: LogitBias | None) -> np.ndarray:
+    """float64 [V]: the logits with a bias."""
+    if bias is None:
+        return logits
+    added = logits.copy()
+    added[list(bias.ids)] += np.array(bias.values, np.float32)
+    return added
 
 
 def _logsumexp(values: np.ndarray) -> float:

@@ -371,4 +371,5 @@ def _capabilities(max_context_tokens: int) -> Capabilities:
         transports=frozenset({"shared", "disk"}),
         digest=DigestKind.MEMORY,
         max_context_tokens=max_context_tokens,
+        logit_bias=True,
     )
