@@ -89,7 +89,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "warm start too large": (("warm_start.steps=1", "warm_start.tasks=21"), "only 20 training tasks"),
     "demonstrations that are not there": (
         (ROWS.replace("FILE", "sums.jsonl"), "warm_start.steps=1", "warm_start.tasks=1"), "'rows' has none"),
-    "more engines than there are": (("sync.min_engines=2",), "has 1 engine"),
+    "more engines than there are": (("sync.min_engines=2",), "is more than engine.count = 1"),
+    "engines that share a port": (("engine.count=2", "engine.port=4000"), "2 engines cannot share port 4000"),
+    "several engines for one order": (
+        ("deterministic=true", "staleness.max_staleness=0", "engine.count=2"), "set engine.count = 1"),
     "open to all without a token": (("engine.host=0.0.0.0",), "set token_env"),
     "token variable unset": (("engine.token_env=NO_SUCH_VARIABLE",), "not set or empty"),
     "token variable empty": (("engine.token_env=EMPTY_TOKEN",), "not set or empty"),

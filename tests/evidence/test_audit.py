@@ -73,6 +73,12 @@ def unpublished_version(history: History) -> None:
     history.train(2, history.group(1))
 
 
+def another_engines_version(history: History) -> None:
+    history.train(1, history.group(0))
+    history.publish(1, engine="engine-1")
+    history.train(2, history.group(1))
+
+
 def another_incarnations_version(history: History) -> None:
     history.train(1, history.group(0, made_by=7))
 
@@ -160,8 +166,9 @@ def never_settled(history: History) -> None:
         (over_age, "staleness", "step 3, 1/e0.i0/a0/m0 branch 0: age 2 to 2, allowed 0 to 1"),
         (over_kv_age, "staleness", "KV age 2 to 2, allowed 0 to 1"),
         (token_from_the_future, "staleness", "age -1 to -1"),
-        (unpublished_version, "version", "not published: v1@1"),
-        (another_incarnations_version, "version", "not published: v0@7"),
+        (unpublished_version, "version", "never proven: v1@1"),
+        (another_engines_version, "version", "never proven: v1@1 "),
+        (another_incarnations_version, "version", "never proven: v0@7"),
         (trained_twice, "once", "4 tokens were trained before"),
         (one_position_twice, "once", "1 tokens were trained before"),
         (occurrence_twice, "once", "e0.i3 was trained by 2 groups"),

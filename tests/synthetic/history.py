@@ -16,6 +16,7 @@ from fathom.core.records.trajectory import Trajectory, TrajectoryStatus
 from fathom.ledger.events import (
     AttemptMoved,
     CheckpointSaved,
+    EngineServes,
     Evaluated,
     FaultSeen,
     GroupDequeued,
@@ -68,10 +69,11 @@ class History:
         text = settings.model_dump_json()
         return self.writer.append(opening(incarnation, parent_seq, step, text))
 
-    def publish(self, number: int, *, digest: str | None = None) -> int:
+    def publish(self, number: int, *, digest: str | None = None, engine: str = "engine-0") -> int:
         version = policy(number, self.incarnation)
         if digest is not None:
             version = type(version)(incarnation=self.incarnation, number=number, digest=digest)
+        self.writer.append(EngineServes(engine=engine, version=version))
         return self.writer.append(
             Published(
                 version=version,
@@ -83,7 +85,7 @@ class History:
                 verify_s=0.01,
                 commit_s=0.005,
                 pause_s=0.004,
-                committed=("engine-0",),
+                committed=(engine,),
                 fenced=(),
                 gap=mismatch(64, 1e-6),
             )

@@ -97,6 +97,12 @@ def find_run(run: str, runs_dir: Path) -> Path:
     raise ConfigError(f"there is no run {run!r} in {runs_dir} (runs there: {known}); give a folder or set --runs-dir")
 
 
+def require_running(path: Path) -> None:
+    """Raise ConfigError unless a process runs the run in this folder."""
+    if not _is_held(path / "lock"):
+        raise ConfigError(f"{path.name} is not running; start it again with: fathom resume {path}")
+
+
 def _folders(runs_dir: Path) -> list[Path]:
     return sorted(path.parent for path in runs_dir.glob("*/config.json"))
 

@@ -186,6 +186,15 @@ class EngineJoined(msgspec.Struct, frozen=True, tag="engine_joined.1"):
     """Seconds to start it and to load the version."""
 
 
+class EngineServes(msgspec.Struct, frozen=True, tag="engine_serves.1"):
+    """An engine was proven to hold a version, and has confirmed that it serves it from here on."""
+
+    engine: str
+    """The engine."""
+    version: PolicyVersion
+    """The version."""
+
+
 class EngineFenced(msgspec.Struct, frozen=True, tag="engine_fenced.1"):
     """An engine gets no requests from here on; what it had not finished is discarded."""
 
@@ -313,6 +322,7 @@ Event = (
     | Published
     | PublicationCancelled
     | EngineJoined
+    | EngineServes
     | EngineFenced
     | EngineRestored
     | EngineLeft

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import final
@@ -28,6 +28,7 @@ from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, Veri
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import build_manifest, few
+from fathom.sync.listener import Deaf, Listener
 from fathom.sync.phase import Phase
 from fathom.sync.publication import Publication
 from fathom.sync.receiver import Receiver
@@ -36,12 +37,7 @@ from fathom.sync.transports.transport import Transport
 _NO_FAULTS = NoFaults()
 _RESTORING = "it is being restored"
 
-OnFence = Callable[[EngineId, str], None]
-"""Told of each engine that is fenced, at that moment, and why."""
-
-
-def _tell_nobody(engine: EngineId, reason: str) -> None:
-    """Nobody discards what the engine had not finished: for those who send it no requests."""
+_DEAF = Deaf()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +67,18 @@ class Publisher:
         transport: Transport,
         config: SyncConfig,
         faults: Faults = _NO_FAULTS,
-        on_fence: OnFence = _tell_nobody,
+        listener: Listener = _DEAF,
     ) -> None:
         """`faults` reaches `write.before`, `write.after`, and those of the phases stage, verify, commit, rollback."""
         self._engines = {engine.id: engine for engine in engines}
         self._transport = transport
         self._config = config
         self._faults = faults
-        self._on_fence = on_fence
+        self._listener = listener
         self._fenced: dict[EngineId, str] = {}
         self._delivered: _Offer | None = None
         self._turn = asyncio.Lock()
+        self._by_behaviour: set[EngineId] = set()
         self._transport_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transport")
 
     @property
@@ -106,7 +103,7 @@ class Publisher:
         news = engine not in self._fenced
         self._fenced[engine] = reason
         if news:
-            self._on_fence(engine, reason)
+            self._listener.fenced(engine, reason)
 
     @property
     def holders(self) -> tuple[EngineId, ...]:

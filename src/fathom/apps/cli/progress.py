@@ -14,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fathom.ledger.events import (
+    EngineJoined,
+    EngineLeft,
+    EngineRestored,
     Evaluated,
     Event,
     FaultSeen,
@@ -100,6 +103,12 @@ class Progress:
                     f"evaluation at {event.version.name}: pass@{event.pass_at} {event.pass_rate:.1%} "
                     f"[{event.low:.1%}, {event.high:.1%}] on {event.tasks} held-out tasks ({event.seconds:.1f} s)"
                 )
+            case EngineJoined() if event.asked:
+                return f"{event.engine} joined in {event.seconds:.1f} s"
+            case EngineRestored():
+                return f"{event.engine} serves again after {event.seconds:.1f} s"
+            case EngineLeft():
+                return f"{event.engine} left: {event.reason}"
             case FaultSeen():
                 return f"fault in {event.component}: {event.kind}: {(event.detail.splitlines() or [''])[0]}", "red"
             case PublicationCancelled():

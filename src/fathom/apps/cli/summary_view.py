@@ -32,6 +32,8 @@ def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
         yield _fortunes(summary)
     if summary.publications is not None or summary.throughput is not None:
         yield _speed(summary)
+    if len(summary.engines) > 1 or any(life.fenced for life in summary.engines):
+        yield _engines(summary)
     if summary.faults:
         yield _faults(summary)
 
@@ -193,6 +195,18 @@ def _speed(summary: RunSummary) -> RenderableType:
             f"{sent.deliver_max_s * 1e3:.0f}), generation paused {sent.pause_s * 1e3:.0f} ms (longest "
             f"{sent.pause_max_s * 1e3:.0f})",
         )
+    return table
+
+
+def _engines(summary: RunSummary) -> RenderableType:
+    table = _table("engines")
+    for title in ("engine", "state", "version", "fenced", "restored", "discarded", "out of service", "the last reason"):
+        table.add_column(title, justify="left" if title in ("engine", "state", "the last reason") else "right")
+    for life in summary.engines:
+        counts = (f"{life.fenced}", f"{life.restored}", f"{life.discarded}", f"{life.out_s:.1f} s")
+        version = "-" if life.version is None else f"v{life.version}"
+        reason = Text(life.last_reason.splitlines()[0][:120] if life.last_reason else "")
+        table.add_row(life.engine, life.state, version, *counts, reason)
     return table
 
 

@@ -13,11 +13,11 @@ from fathom.evidence.contracts.run_checks import VersionChecks, check_books
 from fathom.evidence.contracts.token_checks import TokenChecks
 from fathom.evidence.contracts.trained_rows import trained_rows
 from fathom.ledger.entries import Recorded
-from fathom.ledger.events import Event, IncarnationOpened, Published, RunEnded, StepTaken
+from fathom.ledger.events import EngineServes, Event, IncarnationOpened, Published, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.replay import replay
 
-_KINDS: tuple[type[Event], ...] = (IncarnationOpened, Published, StepTaken)
+_KINDS: tuple[type[Event], ...] = (IncarnationOpened, EngineServes, Published, StepTaken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,9 @@ def audit(reader: LedgerReader) -> AuditReport:
                 bounds = _bounds(event)
                 tokens.open(records_routes=_records_routes(event))
                 versions.open(event)
+            case EngineServes() as event:
+                tokens.serve(event.engine, event.version)
             case Published() as event:
-                tokens.publish(event.version)
                 versions.publish(event)
             case StepTaken() as event:
                 assert bounds is not None, "a writer opens an incarnation first"

@@ -23,7 +23,7 @@ class TokenChecks:
 
     def __init__(self, lineage: Lineage) -> None:
         self._lineage = lineage
-        self._published: set[PolicyVersion] = set()
+        self._served: set[tuple[str, PolicyVersion]] = set()
         self._trained: dict[tuple[TrajectoryId, int], np.ndarray] = {}
         self._groups: dict[Occurrence, set[str]] = defaultdict(set)
         self._tokenizers: set[TokenizerIdentity] = set()
@@ -31,7 +31,8 @@ class TokenChecks:
             "record", "each row's trajectory survives, is intact, is graded, and all share one tokenizer and template"
         )
         self._version = Examiner(
-            "version", "each trained token and the oldest KV behind it are of versions published before its step"
+            "version",
+            "each trained token and the oldest KV behind it are of versions that its engine had proven by then",
         )
         self._probability = Examiner("probability", "each trained token has the behaviour's and trainer's probability")
         self._staleness = Examiner("staleness", "no trained token is over the bound on age or KV age at its step")
@@ -40,9 +41,9 @@ class TokenChecks:
         self._records_routes: bool | None = None
         self._counts = Examiner("counts", "the token counts that steps report are those of their rows")
 
-    def publish(self, version: PolicyVersion) -> None:
-        """A version was made available. Tokens of it may have been recorded a moment earlier."""
-        self._published.add(version)
+    def serve(self, engine: str, version: PolicyVersion) -> None:
+        """An engine was proven to hold a version. Tokens of it may have been recorded a moment earlier."""
+        self._served.add((engine, version))
 
     def open(self, *, records_routes: bool) -> None:
         """An incarnation begins, with or without expert routes."""
@@ -121,11 +122,15 @@ class TokenChecks:
 
     def _examine_versions(self, row: TrainedRow, used: np.ndarray) -> None:
         by_number = {version.number: version for version in row.stored.trajectory.payload.versions}
-        places = row.sampled_index[used]
-        needed = np.union1d(row.branch.policy_version[places], row.branch.kv_version[places])
-        unknown = [by_number[int(number)] for number in needed if by_number[int(number)] not in self._published]
-        names = ", ".join(f"{version.name} {version.digest[:12]}" for version in unknown)
-        self._version.expect(not unknown, f"{row.where}: not published: {names}", count=int(used.sum()))
+        positions, places = row.outcome.positions[used], row.sampled_index[used]
+        unknown: list[str] = []
+        for turn in row.branch.turns:
+            its = places[(positions >= turn.start) & (positions < turn.end)]
+            for number in np.union1d(row.branch.policy_version[its], row.branch.kv_version[its]):
+                version = by_number[int(number)]
+                if (turn.engine, version) not in self._served:
+                    unknown.append(f"{version.name} {version.digest[:12]} on {turn.engine}")
+        self._version.expect(not unknown, f"{row.where}: never proven: {', '.join(unknown)}", count=int(used.sum()))
 
     def _examine_uses(self, row: TrainedRow, positions: np.ndarray) -> None:
         key = (row.header.id, row.outcome.branch)

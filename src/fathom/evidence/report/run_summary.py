@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.books_summary import BooksSummary, Fortune
+from fathom.evidence.report.engines import EngineLife
 from fathom.evidence.report.paired import PairedDifference
 from fathom.evidence.run_state import RunState
 
@@ -177,5 +178,7 @@ class RunSummary:
     """None: nothing was published."""
     throughput: Throughput | None
     """None: no step was taken."""
+    engines: tuple[EngineLife, ...]
+    """Every engine and what became of it, undone work included."""
     faults: tuple[FaultCount, ...]
     """Infrastructure failures, undone ones included."""

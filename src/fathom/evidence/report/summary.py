@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fathom.core.records.step import MismatchSlice
 from fathom.evidence.report.books_summary import fortunes, summarise_books
+from fathom.evidence.report.engines import engine_lives
 from fathom.evidence.report.paired import PairedDifference, paired_difference
 from fathom.evidence.report.pooling import pool, pool_routes
 from fathom.evidence.report.run_summary import (
@@ -61,6 +62,7 @@ def summarise(reader: LedgerReader) -> RunSummary:
             sampled_tokens=books.sampled_tokens,
             write_s=reader.write_seconds(),
         ),
+        engines=engine_lives(reader),
         faults=_faults(reader),
     )
 

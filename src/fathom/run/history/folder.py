@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
 
 @final
 class RunFolder:
-    """Paths of one run: config, ledger, checkpoints, logs, tokenizer, the operator's requests."""
+    """Paths of one run: config, ledger, checkpoints, logs, tokenizer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,6 @@ class RunFolder:
         self.ledger = path / "ledger"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.requests = path / "requests"
         self.model = path / "model"
         self.tokenizer = path / "tokenizer"
         self._lock: int | None = None
@@ -57,7 +56,7 @@ class RunFolder:
             except OSError as error:
                 raise ConfigError(f"runs_dir {config.runs_dir!r} cannot be written ({error}); set another") from None
             folder = cls(path)
-            for part in (folder.ledger, folder.checkpoints, folder.logs, folder.requests):
+            for part in (folder.ledger, folder.checkpoints, folder.logs):
                 part.mkdir()
             folder.config_file.write_text(config.model_dump_json(indent=2, exclude_unset=True), encoding="utf-8")
             folder.lock()

@@ -18,13 +18,13 @@ _LOOK_S = 0.5
 class Desk:
     """Takes requests out of the run's folder. Each is a task of its own: a long drain delays no other."""
 
-    def __init__(self, fleet: Fleet, folder: Path) -> None:
+    def __init__(self, fleet: Fleet, run: Path) -> None:
         self._fleet = fleet
-        self._box = RequestBox(folder)
+        self._box = RequestBox.of(run)
+        self._box.open()
 
     async def serve(self) -> None:
-        """Look for requests, for ever. What was asked before is forgotten: it was meant for an earlier process."""
-        self._box.clear()
+        """Look for requests, for ever."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for name, request in self._box.take():

@@ -10,9 +10,9 @@ from typing import final
 
 from fathom.config.rollout import SyncConfig
 from fathom.core.errors import ConfigError, EngineError, NoProgressError
-from fathom.core.ids import EngineId
+from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import Engine, ScoreRequest, ScoreResult
-from fathom.ledger.events import EngineFenced, EngineJoined, EngineLeft
+from fathom.ledger.events import EngineFenced, EngineJoined, EngineLeft, EngineServes
 from fathom.rollout.router.router import Router
 from fathom.run.history.recorder import Recorder
 from fathom.run.weights.member import Launch, Member
@@ -70,7 +70,7 @@ class Fleet:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others only ended because of it
         engines = [launched.result() for launched in launches]
-        self._publisher = Publisher(engines, self._transport, self._sync, on_fence=self._fenced)
+        self._publisher = Publisher(engines, self._transport, self._sync, listener=self)
         for engine in engines:
             self._adopt(self._member(engine), asked=False, seconds=time.monotonic() - began)
 
@@ -86,6 +86,11 @@ class Fleet:
         """Engines that may get requests now: they hold a version, are not fenced, and do not leave."""
         members = [self._members[name] for name in self.publisher.serving if name in self._members]
         return [member.engine for member in members if not member.leaving]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All engines, those fenced and leaving included."""
+        return [member.engine for member in self._members.values()]
 
     @property
     def names(self) -> tuple[EngineId, ...]:
@@ -230,7 +235,12 @@ class Fleet:
 
     # News -----------------------------------------------------------------------------------------------------------
 
-    def _fenced(self, engine: EngineId, reason: str) -> None:
+    def serves(self, engine: EngineId, version: PolicyVersion) -> None:
+        """See `Listener.serves`."""
+        self._recorder.record(EngineServes(engine=engine, version=version))
+
+    def fenced(self, engine: EngineId, reason: str) -> None:
+        """See `Listener.fenced`."""
         discarded = self.router.cut(engine, reason)
         self._recorder.fault(engine, EngineError(engine, reason))
         if engine in self._members:

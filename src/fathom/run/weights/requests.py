@@ -1,6 +1,6 @@
 """What an operator asks of a run that goes on: one small file each in the run's folder, answered by another.
 
-<id>.request.json   written whole by `fathom engines join` and `leave`
+<id>.request.json   written whole by `fathom fleet join` and `leave`
 <id>.answer.json    written whole by the run; the request is removed
 """
 
@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 from secrets import token_hex
-from typing import final
+from typing import Self, final
 
 import msgspec
 
@@ -57,14 +57,22 @@ class RequestBox:
         self._folder = folder
         self._taken: set[str] = set()
 
-    def clear(self) -> None:
-        """Forget what was asked of an earlier process."""
+    @classmethod
+    def of(cls, run: Path) -> Self:
+        """The box of a run's folder."""
+        return cls(run / "requests")
+
+    def open(self) -> None:
+        """Begin to listen. What lies there was meant for an earlier process: it is refused, and old answers removed."""
         self._folder.mkdir(exist_ok=True)
-        for path in self._folder.glob("*.json"):
+        for path in self._folder.glob(f"*{_ANSWER}"):
             path.unlink(missing_ok=True)
+        for name, _ in self.take():
+            self.reply(name, Answer(done=False, text="asked before the run listened; ask again"))
 
     def post(self, request: Request) -> str:
         """Ask; returns the id under which the answer will lie."""
+        self._folder.mkdir(exist_ok=True)
         name = f"{time.time_ns()}-{token_hex(4)}"
         self._write(name + _REQUEST, request)
         return name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar, final
 
@@ -48,18 +48,27 @@ _CONNECT_S = 10.0
 _MARGIN_S = 5.0
 """What a call may take beyond a deadline that the engine itself keeps."""
 
+Wire = Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport]
+"""Wraps what carries the calls."""
+
+
+def _plain(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+    return transport
+
 
 @final
 class EmbeddedEngine:
     """Owns the process. Calls in flight are limited by nothing but open files; each has a deadline."""
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess, wire: Wire = _plain) -> None:
+        """`wire` may wrap the HTTP to the process, e.g. by `FaultyWire`."""
         self._process = process
         self._spec = process.spec
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S)
         self._http = httpx.AsyncClient(
             base_url=process.url,
             headers={"authorization": f"Bearer {process.spec.token}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S),
+            transport=wire(httpx.AsyncHTTPTransport(limits=limits, trust_env=False)),
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # every call has a deadline of its own, where it is made
             trust_env=False,
         )

@@ -1,0 +1,1 @@
+"""Commands that speak to a run while it goes on."""

@@ -1,0 +1,30 @@
+"""Who hears what the publisher learns about engines, at the moment it does."""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+from fathom.core.ids import EngineId, PolicyVersion
+
+
+class Listener(Protocol):
+    """Told in the event loop; must not wait."""
+
+    def serves(self, engine: EngineId, version: PolicyVersion) -> None:
+        """The engine was proven to hold a version and has confirmed that it serves it."""
+        ...
+
+    def fenced(self, engine: EngineId, reason: str) -> None:
+        """The engine gets no requests from here on; what it has not finished must be discarded."""
+        ...
+
+
+@final
+class Deaf:
+    """Nobody listens: for publications to those that get no requests."""
+
+    def serves(self, engine: EngineId, version: PolicyVersion) -> None:
+        """Not heard."""
+
+    def fenced(self, engine: EngineId, reason: str) -> None:
+        """Not heard."""
