@@ -254,6 +254,7 @@ class Publisher:
             report = await engine.commit(offer.version, offer.mode)
             if report.version != offer.version:
                 raise EngineError(engine.id, f"committed {report.version.name} instead of {offer.version.name}")
+            self._listener.serves(engine.id, report.version)
             return report
 
         commit = Phase[CommitReport]("commit", self._config.timeout_s, self._faults)
