@@ -251,7 +251,7 @@ def _require_device(config: RunConfig) -> None:
 def _fleet(
     config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder, launcher: Launcher | None
 ) -> Fleet:
-    start = launcher or LAUNCHERS[config.engine.kind](config.engine)
+    start = launcher or LAUNCHERS[config.engine.kind]
 
     async def launch(name: EngineId) -> Engine:
         engine = await start(
