@@ -109,9 +109,7 @@ async def _run(
     backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
     learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
-    delivery = Delivery(
-        config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size
-    )
+    delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
         with stop.cancels():
