@@ -45,7 +45,7 @@ def make_spec(folder: Path, tmp_path: Path, environment: Path) -> VllmSpec:
         environment=environment,
         max_context_tokens=CONTEXT,
         max_running=16,
-        kv_memory_mib=64,
+        kv_memory_mb=64,
         faults=("slow",),
     )
 

@@ -10,6 +10,7 @@ class EngineKind(StrEnum):
 
     EMBEDDED = "embedded"
     SCRIPTED = "scripted"
+    VLLM = "vllm"
 
 
 class TransportKind(StrEnum):

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fathom.config.families import Dtype, EngineKind, TransportKind
 from fathom.config.section import DEVICE, Section
+from fathom.config.vllm import VllmConfig
 from fathom.core.records.bias import LogitBias
 from fathom.core.records.sampling import InFlightMode, SamplingParams
 
@@ -64,6 +65,9 @@ class RolloutConfig(Section):
     """Deadline of one generation."""
 
 
+_OF_ITS_START = {"threads", "max_running", "step_tokens", "kv_memory_mb", "host", "port"}
+
+
 class EngineConfig(Section):
     """The engines, all alike."""
 
@@ -95,6 +99,8 @@ class EngineConfig(Section):
     """Deadline for it to become healthy."""
     health_timeout_s: float = Field(default=10.0, gt=0)
     """An engine that serves and does not answer a look within this time is fenced and replaced."""
+    vllm: VllmConfig | None = None
+    """Of `kind = "vllm"` only. None: a server is started with the defaults."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,7 +113,23 @@ class EngineConfig(Section):
             )
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
             raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
+        if self.kind is EngineKind.VLLM:
+            self._check_vllm()
+        elif self.vllm is not None:
+            raise ValueError(f"[engine.vllm] is of kind = 'vllm', and kind = '{self.kind}'; remove it")
         return self
+
+    def _check_vllm(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(f"kind = 'vllm' computes on 'cpu' only, not on '{self.device}'")
+        if self.vllm is None or self.vllm.url is None:
+            return
+        if self.count > 1:
+            raise ValueError("vllm.url names one server: set count = 1")
+        if given := self.model_fields_set & _OF_ITS_START:
+            raise ValueError(
+                f"with vllm.url the server is started elsewhere: remove {', '.join(sorted(given))}, or vllm.url"
+            )
 
 
 class SyncConfig(Section):
@@ -121,3 +143,6 @@ class SyncConfig(Section):
     """Deadline of each phase."""
     gap_rows: int = Field(default=4, ge=0)
     """Recorded rows scored by engine and trainer at each publication (the same-version gap). 0: not measured."""
+    probe_tolerance: float | None = Field(default=None, gt=0)
+    """Nats, on average, by which an engine that cannot digest the memory it computes with may differ from the trainer
+    when it is probed at each commit. None: 0.001 in float32, 0.1 in bfloat16."""

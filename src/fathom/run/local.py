@@ -109,7 +109,7 @@ async def _run(
     backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
     learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
-    delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder)
+    delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
         with stop.cancels():
@@ -249,7 +249,7 @@ def _require_device(config: RunConfig) -> None:
 def _fleet(
     config: RunConfig, folder: RunFolder, model_folder: Path, recorder: Recorder, launcher: Launcher | None
 ) -> Fleet:
-    start = launcher or LAUNCHERS[config.engine.kind]
+    start = launcher or LAUNCHERS[config.engine.kind](config.engine)
 
     async def launch(name: EngineId) -> Engine:
         engine = await start(

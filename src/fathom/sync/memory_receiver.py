@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fathom.core.errors import EngineError
+from fathom.core.errors import EngineError, EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
+from fathom.core.ports.engine import CommitReport, DigestKind, ScoreRequest, ScoreResult, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest, wrong_tensors
@@ -81,6 +81,10 @@ class MemoryReceiver:
     async def rollback(self) -> None:
         """Forget what is staged."""
         self._staged = None
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Refused: it holds tensors, not a model."""
+        raise EngineRefusedError(self._id, "it has no model to score with")
 
     def _require_staged(self) -> Manifest:
         if self._staged is None:

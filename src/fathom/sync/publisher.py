@@ -30,6 +30,7 @@ from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import build_manifest, few
 from fathom.sync.listener import Deaf, Listener
 from fathom.sync.phase import Phase
+from fathom.sync.probe import Probe
 from fathom.sync.publication import Publication
 from fathom.sync.receiver import Receiver
 from fathom.sync.transports.transport import Transport
@@ -47,6 +48,7 @@ class _Offer:
     manifest: Manifest
     source: WeightSource
     mode: InFlightMode
+    probe: Probe | None
 
     @property
     def version(self) -> PolicyVersion:
@@ -76,9 +78,9 @@ class Publisher:
         self._faults = faults
         self._listener = listener
         self._fenced: dict[EngineId, str] = {}
+        self._by_behaviour: set[EngineId] = set()
         self._delivered: _Offer | None = None
         self._turn = asyncio.Lock()
-        self._by_behaviour: set[EngineId] = set()
         self._transport_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transport")
 
     @property
@@ -117,11 +119,15 @@ class Publisher:
         incarnation: int,
         mode: InFlightMode,
         written: asyncio.Event | None = None,
+        probe: Probe | None = None,
     ) -> Publication:
         """Deliver `tensors` (the served cast) as version `number` of `incarnation`.
 
         The tensors must not change until `written` is set, if given, or else until this returns: engines read what the
         transport wrote.
+
+        `probe` is of this version. Engines that digest only what they received must pass it; without one they are
+        fenced.
 
         Raises:
             PayloadError: the version is wrong in itself, or its number was used. The parent goes on serving.
@@ -139,7 +145,7 @@ class Publisher:
                 write_s = time.perf_counter() - started
                 if written is not None:
                     written.set()
-                return await self._deliver(_Offer(manifest=manifest, source=source, mode=mode), write_s)
+                return await self._deliver(_Offer(manifest=manifest, source=source, mode=mode, probe=probe), write_s)
             finally:
                 for version in (before, manifest.version):
                     if version is not None and version != self.delivered:
@@ -233,7 +239,10 @@ class Publisher:
         async def prove(engine: Receiver) -> VerifyReport:
             report = await engine.verify()
             if report.kind is not DigestKind.MEMORY:
-                raise EngineError(engine.id, "does not digest the memory it serves from: nothing proves what it holds")
+                if offer.probe is None:
+                    reason = "digests only what it received: without a probe nothing proves what it holds"
+                    raise EngineError(engine.id, reason)
+                self._by_behaviour.add(engine.id)
             if report.digest != offer.version.digest:
                 wrong = few(report.wrong)
                 raise PayloadError(f"digest {report.digest}, published {offer.version.digest}; wrong tensors: {wrong}")
@@ -254,6 +263,8 @@ class Publisher:
             report = await engine.commit(offer.version, offer.mode)
             if report.version != offer.version:
                 raise EngineError(engine.id, f"committed {report.version.name} instead of {offer.version.name}")
+            if engine.id in self._by_behaviour and offer.probe is not None:
+                await offer.probe.check(engine, offer.version)
             self._listener.serves(engine.id, report.version)
             return report
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import CommitReport, StageReport, VerifyReport
+from fathom.core.ports.engine import CommitReport, ScoreRequest, ScoreResult, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 
 
@@ -37,4 +37,8 @@ class Receiver(Protocol):
 
     async def rollback(self) -> None:
         """Forget what is staged."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Log-probabilities under the version that serves: how one without a digest of its memory is probed."""
         ...

@@ -6,12 +6,15 @@ import json
 from collections.abc import Awaitable, Callable
 
 from fathom.config.families import EngineKind
+from fathom.config.rollout import EngineConfig
 from fathom.core.errors import ConfigError
 from fathom.core.ports.engine import Engine
 from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.scripted.script import ToyPolicy
 from fathom.rollout.engines.scripted.scripted_engine import ScriptedEngine
+from fathom.rollout.engines.vllm.client import VllmEngine
+from fathom.rollout.engines.vllm.spec import vllm_spec
 
 Launcher = Callable[[EmbeddedSpec], Awaitable[Engine]]
 
@@ -31,8 +34,16 @@ async def _launch_scripted(spec: EmbeddedSpec) -> Engine:
     )
 
 
-LAUNCHERS: dict[EngineKind, Launcher] = {
-    EngineKind.EMBEDDED: EmbeddedEngine.launch,
-    EngineKind.SCRIPTED: _launch_scripted,
+def _vllm(config: EngineConfig) -> Launcher:
+    async def launch(spec: EmbeddedSpec) -> Engine:
+        return await VllmEngine.launch(vllm_spec(spec, config))
+
+    return launch
+
+
+LAUNCHERS: dict[EngineKind, Callable[[EngineConfig], Launcher]] = {
+    EngineKind.EMBEDDED: lambda _: EmbeddedEngine.launch,
+    EngineKind.SCRIPTED: lambda _: _launch_scripted,
+    EngineKind.VLLM: _vllm,
 }
-"""How each kind of engine is started; it holds no version until one is committed."""
+"""How engines of each kind are started; one holds no version until one is committed."""

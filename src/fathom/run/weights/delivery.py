@@ -11,13 +11,14 @@ import numpy as np
 from fathom.config.run import RunConfig
 from fathom.core.errors import AlignmentError, DeliveryError, EngineError, PayloadError
 from fathom.core.ids import PolicyVersion
-from fathom.core.ports.engine import ScoreRequest
+from fathom.core.ports.engine import DigestKind, ScoreRequest
 from fathom.core.records.row import Row
 from fathom.core.records.step import Mismatch
 from fathom.ledger.events import PublicationCancelled, Published
 from fathom.run.history.recorder import Recorder
 from fathom.run.learner import Learner
 from fathom.run.weights.fleet import Fleet
+from fathom.sync.probe import TOLERANCES, Probe
 from fathom.sync.publication import Publication
 from fathom.trainer.objective.mismatch import measure_mismatch
 
@@ -41,12 +42,16 @@ class Delivery:
         learner: Learner,
         fleet: Fleet,
         recorder: Recorder,
+        *,
+        vocab_size: int,
     ) -> None:
+        """`vocab_size`: ids that texts for the probe may be made of."""
         self._config = config
         self._incarnation = incarnation
         self._learner = learner
         self._fleet = fleet
         self._recorder = recorder
+        self._vocab_size = vocab_size
         self._running: asyncio.Task[None] | None = None
         self._failures = 0
 
@@ -73,8 +78,9 @@ class Delivery:
         number = self._learner.version
         sample = list(rows[: self._config.sync.gap_rows])
         trained = await self._learner.logprobs(sample) if sample else []
+        probe = await self._probe()
         written = asyncio.Event()
-        self._running = asyncio.create_task(self._deliver(number, sample, trained, written, delivered))
+        self._running = asyncio.create_task(self._deliver(number, probe, sample, trained, written, delivered))
         self._running.add_done_callback(lambda _: ended())
         waiting = asyncio.create_task(written.wait())
         await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,12 +101,13 @@ class Delivery:
     async def _deliver(
         self,
         number: int,
+        probe: Probe | None,
         sample: Sequence[Row],
         trained: Sequence[np.ndarray],
         written: asyncio.Event,
         delivered: Callable[[PolicyVersion], None],
     ) -> None:
-        publication = await self._publish(number, written)
+        publication = await self._publish(number, probe, written)
         if publication is None:
             return
         delivered(publication.version)
@@ -122,11 +129,24 @@ class Delivery:
             )
         )
 
-    async def _publish(self, number: int, written: asyncio.Event) -> Publication | None:
+    async def _probe(self) -> Probe | None:
+        """What engines must answer at the trainer's version. None: all of them digest what they compute with."""
+        able = [engine.capabilities for engine in self._fleet.engines]
+        if all(each.digest is DigestKind.MEMORY for each in able):
+            return None
+        dtype = self._config.trainer.dtype
+        return await Probe.prepare(
+            self._learner.text_logprobs,
+            vocab_size=self._vocab_size,
+            longest=min(each.max_context_tokens for each in able),
+            tolerance=self._config.sync.probe_tolerance or TOLERANCES[dtype],
+        )
+
+    async def _publish(self, number: int, probe: Probe | None, written: asyncio.Event) -> Publication | None:
         """One attempt. None: it failed, and enough engines are whole for another one."""
         try:
             publication = await self._fleet.publisher.publish(
-                self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight, written
+                self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight, written, probe
             )
         except (DeliveryError, PayloadError) as error:
             version = PolicyVersion(incarnation=self._incarnation, number=number, digest="")

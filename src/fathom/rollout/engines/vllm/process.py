@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Self, final
 
 import httpx
+import msgspec
 
+from fathom.config.families import Dtype
 from fathom.core.errors import ConfigError, EngineDeadError, EngineTimeoutError
 from fathom.rollout.engines.embedded.process import last_lines
 from fathom.rollout.engines.vllm.environment import command_of, require_environment
@@ -22,6 +24,9 @@ MODEL = "policy"
 """The name under which the server offers its model."""
 BLOCK_TOKENS = 32
 """Tokens in a block of keys and values: the least that its CPU kernels like. Prompts are shared by whole blocks."""
+_ELEMENT_BYTES = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
+_MOST_KV_BYTES = 4 << 30
+_SPARE_BLOCKS = 8
 _HERE = Path(__file__).parent
 _OK = 200
 _POLL_S = 0.2
@@ -122,15 +127,16 @@ class VllmProcess:
 
 
 def _command(spec: VllmSpec, port: int) -> list[str]:
+    model = _model(spec.model_folder)
     options = {
         "served-model-name": MODEL,
         "host": spec.host,
         "port": port,
         "dtype": spec.dtype.value,
         # Scoring a sequence of the full length samples one token more.
-        "max-model-len": min(spec.max_context_tokens + 1, _positions(spec.model_folder)),
+        "max-model-len": min(spec.max_context_tokens + 1, model.max_position_embeddings),
         "max-num-seqs": spec.max_running,
-        "kv-cache-memory-bytes": spec.kv_memory_mib << 20,
+        "kv-cache-memory-bytes": _kv_bytes(spec, model),
         "block-size": BLOCK_TOKENS,
         "max-logprobs": -1,
         "logprobs-mode": "processed_logprobs",
@@ -141,6 +147,8 @@ def _command(spec: VllmSpec, port: int) -> list[str]:
         "middleware": "fathom_vllm_guard.RequireToken",
     }
     flags = ["enable-scale-out", "enable-prompt-tokens-details", "skip-tokenizer-init", "disable-uvicorn-access-log"]
+    if spec.step_tokens is not None:
+        options["max-num-batched-tokens"] = spec.step_tokens
     flags += [] if spec.compile else ["enforce-eager"]
     command = [*command_of(spec.environment), "serve", str(spec.model_folder.absolute())]
     return [*command, *(f"--{name}={value}" for name, value in options.items()), *(f"--{flag}" for flag in flags)]
@@ -178,14 +186,41 @@ def _cores(threads: int) -> str:
     return ",".join(map(str, cores[-threads:]))
 
 
-def _positions(folder: Path) -> int:
-    """Longest sequence the model was made for."""
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a model's `config.json` says about its size."""
+
+    max_position_embeddings: int
+    """Longest sequence it was made for."""
+    num_hidden_layers: int
+    """Layers with keys and values."""
+    num_attention_heads: int
+    """Query heads."""
+    hidden_size: int
+    """Width."""
+    num_key_value_heads: int | None = None
+    """Key/value heads. None: as many as query heads."""
+    head_dim: int | None = None
+    """Size of a head. None: the width divided among them."""
+
+
+def _model(folder: Path) -> ModelFacts:
     try:
-        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
-    except (OSError, ValueError, KeyError) as error:
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=ModelFacts)
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{folder / 'config.json'} does not say max_position_embeddings: {error}; give a Hugging Face model folder"
+            f"{folder / 'config.json'} cannot be used: {error}; give a Hugging Face model folder"
         ) from error
+
+
+def _kv_bytes(spec: VllmSpec, model: ModelFacts) -> int:
+    """Memory for keys and values; see `VllmSpec.kv_memory_mb`."""
+    if spec.kv_memory_mb is not None:
+        return spec.kv_memory_mb << 20
+    heads = model.num_key_value_heads or model.num_attention_heads
+    size = model.head_dim or model.hidden_size // model.num_attention_heads
+    token = 2 * model.num_hidden_layers * heads * size * _ELEMENT_BYTES[spec.dtype]
+    one = token * -(-(spec.max_context_tokens + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    return max(min(one * spec.max_running, _MOST_KV_BYTES), one) + _SPARE_BLOCKS * BLOCK_TOKENS * token
 
 
 def _free_port(spec: VllmSpec) -> int:

@@ -7,7 +7,11 @@ from pathlib import Path
 from secrets import token_urlsafe
 
 from fathom.config.families import Dtype
+from fathom.config.rollout import EngineConfig
+from fathom.config.vllm import VllmConfig
 from fathom.core.ids import EngineId
+from fathom.rollout.engines.embedded.process import EmbeddedSpec
+from fathom.rollout.engines.vllm.environment import default_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,11 @@ class VllmSpec:
     """Sequences decoded in one batch."""
     threads: int = 1
     """CPU threads that compute, each bound to a core."""
-    kv_memory_mib: int = 512
-    """Memory for keys and values."""
+    step_tokens: int | None = None
+    """Tokens computed at once. None: vLLM's own choice."""
+    kv_memory_mb: int | None = None
+    """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, but at most 4 GiB unless
+    one alone needs more."""
     compile: bool = False
     """Compile the model: faster decoding, a start that is longer by about a minute."""
     host: str = "127.0.0.1"
@@ -52,3 +59,29 @@ class VllmSpec:
     """Deadline of each of stage, verify, commit."""
     request_timeout_s: float = 600.0
     """Deadline of a generation or a scoring."""
+
+
+def vllm_spec(spec: EmbeddedSpec, config: EngineConfig) -> VllmSpec:
+    """What a run asks of every engine, and what it asks of vLLM."""
+    own = config.vllm or VllmConfig()
+    return VllmSpec(
+        engine=spec.engine,
+        model_folder=spec.model_folder,
+        log_path=spec.log_path,
+        max_context_tokens=spec.max_context_tokens,
+        environment=Path(own.environment) if own.environment is not None else default_folder(),
+        url=own.url,
+        dtype=spec.dtype,
+        max_running=spec.max_running,
+        threads=spec.threads,
+        step_tokens=spec.step_tokens,
+        kv_memory_mb=spec.kv_memory_mb,
+        compile=own.compile,
+        host=spec.host,
+        port=spec.port,
+        token=spec.token,
+        start_timeout_s=spec.start_timeout_s,
+        call_timeout_s=spec.call_timeout_s,
+        weights_timeout_s=spec.weights_timeout_s,
+        request_timeout_s=spec.request_timeout_s,
+    )
