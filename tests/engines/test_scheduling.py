@@ -13,7 +13,11 @@ from fathom.core.ports.engine import Barrier
 from fathom.core.records.sampling import FinishReason, InFlightMode, SamplingParams
 from fathom.rollout.engines.conformance.subject import Generated
 from fathom.rollout.engines.embedded.server.decode.plain_loop import PlainLoop
-from fathom.rollout.engines.embedded.server.decode.scripted_forward import ScriptedForward, scripted_logits
+from fathom.rollout.engines.embedded.server.decode.scripted_forward import (
+    ScriptedForward,
+    scripted_logits,
+    scripted_routes,
+)
 
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.6), SamplingParams(temperature=1.3, top_k=8, top_p=0.9)]
 BASE = tuple(1 + index % 13 for index in range(40))
@@ -30,6 +34,22 @@ def check(done: Generated) -> None:
         plain = PlainLoop(lambda context: torch.from_numpy(scripted_logits(context, version, oldest)).unsqueeze(0))  # noqa: B023
         context = done.context[: len(done.request.prompt_ids) + index]
         assert plain.logprob(done.request, context, done.text[index], 0.0) == pytest.approx(done.logprobs[index])
+    if done.request.want_routes and done.text:
+        check_routes(done)
+
+
+def check_routes(done: Generated) -> None:
+    """Each input's routes are those of the forward that made the token after it; a prompt's may be a little older."""
+    prompt = len(done.request.prompt_ids)
+    inputs, positions = done.context[:-1], np.arange(len(done.context) - 1)
+    newest = np.concatenate([np.full(prompt - 1, done.policy_version[0]), done.policy_version])
+    oldest = np.concatenate([np.full(prompt - 1, done.kv_version[0]), done.policy_version])
+    assert done.routes is not None
+    expected = np.stack([scripted_routes(inputs, positions, int(n)) for n in range(done.policy_version.max() + 1)])
+    same = (expected == done.routes).all(axis=(2, 3))
+    assert same.any(axis=0).all()
+    made_by = same.argmax(axis=0)
+    assert np.all((oldest <= made_by) & (made_by <= newest))
 
 
 ACTIONS = st.one_of(
@@ -42,6 +62,7 @@ ACTIONS = st.one_of(
         st.sampled_from([(), (2, 11, 17)]),
         st.integers(0, 2),
         st.sampled_from([False, False, False, True]),
+        st.booleans(),
     ),
     st.tuples(st.just("turn"), st.integers(1, 8)),
     st.tuples(st.just("commit"), st.sampled_from(list(InFlightMode))),
@@ -50,7 +71,7 @@ ACTIONS = st.one_of(
 
 
 def submit(common: int, new: int, priority: int = 0) -> tuple:
-    return ("submit", common, 0, new, SAMPLINGS[0], (), priority, False)
+    return ("submit", common, 0, new, SAMPLINGS[0], (), priority, False, True)
 
 
 @example(10, [submit(30, 9), submit(1, 24), ("turn", 9), ("commit", InFlightMode.CONTINUE), submit(30, 9)])
@@ -61,10 +82,10 @@ def test_every_token_is_the_plain_loops_and_nothing_starves(pages: int, actions:
     loop = turns(pages)
     for name, *arguments in actions:
         if name == "submit":
-            common, own, new, sampling, stop, priority, pinned = arguments
+            common, own, new, sampling, stop, priority, pinned, routes = arguments
             prompt = BASE[:common] + (30 + own,) * own
             version = loop.version(loop.live) if pinned else None
-            loop.submit(prompt, new, sampling=sampling, stop=stop, priority=priority, pinned=version)
+            loop.submit(prompt, new, sampling=sampling, stop=stop, priority=priority, pinned=version, routes=routes)
         else:
             getattr(loop, name)(*arguments)
     for done in loop.finish():

@@ -49,7 +49,7 @@ class Turns:
         )
         capabilities = Capabilities(
             kept_sets=True,
-            routes=False,
+            routes=self.forward.has_experts,
             kv_versions=True,
             raw_logprobs=True,
             barriers=True,
@@ -97,6 +97,7 @@ class Turns:
         barrier: Barrier | None = None,
         name: str | None = None,
         seed: int | None = None,
+        routes: bool = False,
     ) -> Stream:
         number = next(self.names)
         request = GenerateRequest(
@@ -111,6 +112,7 @@ class Turns:
             purpose=Purpose.EVALUATION if pinned else Purpose.ROLLOUT,
             pinned=pinned,
             barrier=barrier,
+            want_routes=routes,
         )
         stream: Stream = asyncio.Queue()
         self.scheduler.submit([request], stream)

@@ -67,7 +67,22 @@ class Generated:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return KeptSets(offsets=offsets, ids=np.concatenate([part.ids for part in sent]))
 
+    @property
+    def routes(self) -> np.ndarray | None:
+        """[T-1, L, E]: experts of all inputs. None: none were sent."""
+        parts = [chunk.routes for chunk in self.chunks if chunk.routes is not None]
+        return np.concatenate(parts) if parts else None
+
+    def _check_routes(self) -> None:
+        tokens, inputs = 0, 0
+        for chunk in self.chunks:
+            tokens += len(chunk.token_ids)
+            inputs += 0 if chunk.routes is None else len(chunk.routes)
+            known = len(self.request.prompt_ids) + tokens - 1 if tokens and self.request.want_routes else 0
+            assert inputs == known or not tokens, "routes come as inputs become known, each once"
+
     def _check(self) -> None:
+        self._check_routes()
         size = len(self.token_ids)
         assert len(self.logprobs) == len(self.policy_version) == len(self.kv_version) == size
         assert size <= self.request.max_new_tokens
@@ -130,6 +145,7 @@ class Subject:
         name: str | None = None,
         priority: int = 0,
         raw: bool = False,
+        routes: bool = False,
     ) -> GenerateRequest:
         """A request for `new` tokens."""
         return GenerateRequest(
@@ -145,6 +161,7 @@ class Subject:
             pinned=pinned,
             barrier=barrier,
             want_raw_logprobs=raw,
+            want_routes=routes,
         )
 
     async def run(self, request: GenerateRequest) -> Generated:

@@ -13,6 +13,7 @@ from fathom.core.ports.engine import GenerateChunk, GenerateEnd
 from fathom.core.records.sampling import FinishReason
 from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.embedded.server.decode.forward import Forward
+from fathom.rollout.engines.embedded.server.decode.route_book import RouteBook
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
@@ -22,10 +23,11 @@ from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 class ChunkWriter:
     """Writes chunks for one slot table."""
 
-    def __init__(self, engine: EngineId, forward: Forward, table: SlotTable) -> None:
+    def __init__(self, engine: EngineId, forward: Forward, table: SlotTable, routes: RouteBook) -> None:
         self._engine = engine
         self._dtype, self._kernels = forward.dtype, forward.kernels
         self._table = table
+        self._routes = routes
         self._names: dict[int, PolicyVersion] = {}
 
     def name(self, weights: WeightSet) -> None:
@@ -49,7 +51,7 @@ class ChunkWriter:
             versions=tuple(self._names[number] for number in sorted({*policy.tolist(), *kv.tolist()})),
             kept=_take_kept(job) if job.request.sampling.truncates else None,
             raw_logprobs=table.raw_logprobs[new].copy() if job.request.want_raw_logprobs else None,
-            routes=None,
+            routes=self._routes.take(slot),
             end=self._end(slot, job, finish) if finish is not None else None,
         )
 

@@ -14,8 +14,8 @@ from fathom.rollout.engines.embedded.server.kv.kv_memory import KvMemory
 from fathom.rollout.engines.embedded.server.kv.prefix_tree import Hit
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
-Origin = tuple[PolicyVersion, str]
-"""Version and barrier name: sequences of one origin that begin alike may share KV.
+Origin = tuple[PolicyVersion, str, bool]
+"""Version, barrier name, and whether routes are recorded: sequences of one origin that begin alike may share KV.
 
 The barrier is part of it because KV found and KV computed may differ in the last bit, and what was there before a
 barrier must not show in its results.
@@ -28,7 +28,7 @@ def origin_of(job: Job, live: WeightSet) -> Origin:
     """The origin of what a job would compute now."""
     version = (job.pinned or live).version
     assert version is not None, "weights without a version compute nothing"
-    return version, job.request.barrier.name if job.request.barrier else ""
+    return version, job.request.barrier.name if job.request.barrier else "", job.request.want_routes
 
 
 @final

@@ -19,6 +19,7 @@ from fathom.rollout.engines.embedded.server.decode.chunk_writer import ChunkWrit
 from fathom.rollout.engines.embedded.server.decode.contexts import Contexts
 from fathom.rollout.engines.embedded.server.decode.endings import Endings
 from fathom.rollout.engines.embedded.server.decode.forward import Batch, Forward
+from fathom.rollout.engines.embedded.server.decode.route_book import RouteBook
 from fathom.rollout.engines.embedded.server.decode.sampler import Draw, draw
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.decode.step_planner import StepPlan, StepPlanner
@@ -53,9 +54,15 @@ class Decoder:
         self._contexts = Contexts(self._table, self._memory)
         self._planner = StepPlanner(self._table, self._memory, self._contexts, step_tokens)
         self._endings = Endings(self._table, forward.vocab_size)
-        self._writer = ChunkWriter(engine, forward, self._table)
+        self._routes = RouteBook(self._table, self._memory, forward)
+        self._writer = ChunkWriter(engine, forward, self._table, self._routes)
         self._jobs: dict[int, Job] = {}
         self._broken: set[int] = set()
+
+    @property
+    def has_experts(self) -> bool:
+        """It can record routes."""
+        return self._forward.has_experts
 
     @property
     def free(self) -> int:
@@ -71,6 +78,7 @@ class Decoder:
         """Give a job a free slot."""
         slot = self._table.open(job.request)
         self._endings.open(slot, job.request)
+        self._routes.open(slot, wanted=job.request.want_routes)
         self._jobs[slot] = job
 
     def step(self, live: WeightSet) -> list[int]:
@@ -93,6 +101,8 @@ class Decoder:
                 self._contexts.release(slot)
             elif job.pinned is None:
                 self._contexts.mix(slot)
+            if job.pinned is None and not self._table.computed[slot] and not self._table.sampled(slot):
+                self._routes.restart(slot)
 
     def unsent(self) -> list[int]:
         """Slots with tokens that were not sent."""
@@ -146,6 +156,7 @@ class Decoder:
         self._writer.name(weights)
         logits = self._forward.logits(weights, batch)
         self._contexts.advance(rows, lengths, weights.number)
+        self._routes.collect(rows)
         for slot in rows[lengths > 1].tolist():
             self._contexts.remember(slot)
         return self._sample(logits, rows[complete], weights) if complete.any() else []
@@ -160,6 +171,7 @@ class Decoder:
             starts=starts,
             lengths=lengths,
             sampled=(ends - 1)[complete],
+            routed=self._routes.wants(rows),
         )
 
     def _sample(self, logits: Tensor, rows: np.ndarray, weights: WeightSet) -> list[int]:

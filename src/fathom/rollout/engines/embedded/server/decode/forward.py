@@ -1,6 +1,7 @@
 """The model's side of a step: what the decoder asks of it, and nothing else.
 
-Letters: B sequences, T tokens, P pages of the longest sequence, N positions, V vocabulary.
+Letters: B sequences, T tokens, P pages of the longest sequence, N positions, V vocabulary, L layers with
+experts, E experts per token.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Batch:
     """int64 [B]: new tokens of each sequence."""
     sampled: np.ndarray
     """int64 [N]: indices into T; the logits after these tokens are wanted."""
+    routed: bool
+    """Record which experts each token goes to, beside its KV."""
 
 
 class Forward(Protocol):
@@ -52,12 +55,21 @@ class Forward(Protocol):
         """Kernel mode, for the records."""
         ...
 
+    @property
+    def has_experts(self) -> bool:
+        """It can record routes."""
+        ...
+
     def use(self, weights: WeightSet) -> None:
         """Compute by these weights from now on."""
         ...
 
     def logits(self, weights: WeightSet, batch: Batch) -> Tensor:
         """Store the KV of a batch in its pages; float32 [N, V] logits after the sampled positions."""
+        ...
+
+    def routes(self, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """[n, L, E]: the experts that the tokens at these places, int64 [n], went to, as they were recorded."""
         ...
 
     def copy_page(self, from_page: int, to_page: int) -> None:

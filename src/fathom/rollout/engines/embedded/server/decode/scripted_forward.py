@@ -31,11 +31,13 @@ class ScriptedForward:
         self.vocab_size = vocab_size
         self.dtype = "float32"
         self.kernels = "scripted"
+        self.has_experts = True
         self.computed = 0
         """Tokens computed so far."""
         self._page_tokens = page_tokens
         self._numbers = np.zeros((pages, page_tokens), np.float64)
         self._versions = np.zeros((pages, page_tokens), np.int64)
+        self._routes = np.zeros((pages, page_tokens, 1, 3), np.uint8)
 
     def use(self, weights: WeightSet) -> None:
         """See `Forward.use`."""
@@ -47,6 +49,8 @@ class ScriptedForward:
         pages, offsets = batch.tables[rows, batch.positions // self._page_tokens], batch.positions % self._page_tokens
         self._numbers[pages, offsets] = _numbers(batch.tokens, batch.positions)
         self._versions[pages, offsets] = weights.number
+        if batch.routed:
+            self._routes[pages, offsets] = scripted_routes(batch.tokens, batch.positions, weights.number)
         chosen = rows[batch.sampled]
         held = np.arange(batch.tables.shape[1] * self._page_tokens) <= batch.positions[batch.sampled][:, None]
         numbers = self._numbers[batch.tables[chosen]].reshape(held.shape)
@@ -57,7 +61,12 @@ class ScriptedForward:
 
     def copy_page(self, from_page: int, to_page: int) -> None:
         """See `Forward.copy_page`."""
-        self._numbers[to_page], self._versions[to_page] = self._numbers[from_page], self._versions[from_page]
+        for each in (self._numbers, self._versions, self._routes):
+            each[to_page] = each[from_page]
+
+    def routes(self, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """See `Forward.routes`."""
+        return self._routes[pages, offsets]
 
     def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
         """See `Forward.score`: of logits whose whole context has the version that scores."""
@@ -72,6 +81,12 @@ def scripted_logits(context: np.ndarray, version: int, oldest: int, vocab_size: 
     """float32 [V] after int32 `context`, by weights `version`, where `oldest` is the oldest version behind the KV."""
     numbers = _numbers(context, np.arange(len(context)))
     return _logits(np.array([numbers.sum()]), version, np.array([oldest]), vocab_size)[0]
+
+
+def scripted_routes(tokens: np.ndarray, positions: np.ndarray, version: int) -> np.ndarray:
+    """uint8 [n, 1, 3]: three experts that tell token, position and version."""
+    told = np.stack((tokens, positions + 64, np.full(len(tokens), version + 192)), axis=1)
+    return told[:, None].astype(np.uint8)
 
 
 def _numbers(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -74,6 +74,10 @@ class SlotTable:
         rows = np.flatnonzero(self.active)
         return rows[np.lexsort((self.started[rows], self.priority[rows]))]
 
+    def sampled(self, slot: int) -> int:
+        """Tokens sampled of a row so far."""
+        return int(self.length[slot] - self.prompt[slot])
+
     def context(self, slot: int) -> np.ndarray:
         """int32: the tokens of a row so far."""
         return self.tokens[slot, : self.length[slot]]

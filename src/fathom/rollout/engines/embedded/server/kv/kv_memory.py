@@ -50,6 +50,10 @@ class KvMemory:
         """int64 [B, P]: the pages of these slots in order; what lies past the last one means nothing."""
         return self._tables[slots, : max(1, int(self.held[slots].max()))]
 
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] pages and offsets of tokens of these slots, which must have pages for them."""
+        return self._tables[slots, positions // self.page_tokens], positions % self.page_tokens
+
     def find(self, root: Root, tokens: np.ndarray) -> Hit:
         """What is cached of the beginning of int32 `tokens`."""
         return self._tree.find(root, tokens)
