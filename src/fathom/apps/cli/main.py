@@ -10,6 +10,7 @@ from rich.console import Console
 from fathom.apps.cli.audit import audit
 from fathom.apps.cli.bench import bench
 from fathom.apps.cli.doctor import doctor
+from fathom.apps.cli.engines import engines
 from fathom.apps.cli.live.fleet import fleet
 from fathom.apps.cli.models import models
 from fathom.apps.cli.runs import runs
@@ -20,7 +21,7 @@ from fathom.core.errors import ConfigError, FathomError
 
 COMMANDS = (train, resume, demo, runs, show, trace, audit, doctor)
 """Commands, in the order of the help."""
-GROUPS: dict[str, typer.Typer] = {"models": models, "fleet": fleet, "bench": bench}
+GROUPS: dict[str, typer.Typer] = {"models": models, "engines": engines, "fleet": fleet, "bench": bench}
 """Commands with sub-commands of their own."""
 
 BAD_INPUT, FAILED = 2, 1

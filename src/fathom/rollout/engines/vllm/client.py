@@ -89,6 +89,16 @@ class VllmEngine:
         """See `Engine.capabilities`."""
         return self._capabilities
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of what was started here. None: the server was only attached to."""
+        return self._server.pid
+
+    @property
+    def server(self) -> VllmServer:
+        """The server behind it."""
+        return self._server
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See `Engine.generate`. After a commit, tokens come at the end: vLLM says only then which version made them.
 

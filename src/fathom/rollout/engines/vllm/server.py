@@ -30,6 +30,7 @@ class VllmServer:
     def __init__(self, engine: EngineId, url: str, token: str, process: VllmProcess | None) -> None:
         """`process` is None where the server was not started here."""
         self.engine = engine
+        self.url = url
         self._process = process
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -38,6 +39,11 @@ class VllmServer:
             timeout=None,  # every call has a deadline of its own, set where it is made
             trust_env=False,
         )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of what was started here. None: nothing was."""
+        return self._process.pid if self._process is not None else None
 
     @asynccontextmanager
     async def boundary(self, name: str, timeout_s: float) -> AsyncGenerator[None]:

@@ -1,4 +1,5 @@
-"""Runs a command in a process group of its own and ends the whole group when standard input closes.
+"""Runs a command in a process group of its own and ends the whole group when standard input closes or
+the parent is gone.
 
 `python supervisor.py COMMAND ...` is how vLLM's several processes end with their parent, however that one ends.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import time
 
 _TERMINATE_S = 3.0
 _LOOK_S = 0.05
+_WATCH_S = 0.5
 
 
 def main() -> int:
@@ -28,8 +31,12 @@ def main() -> int:
 
 
 def _end_with_parent(group: int) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+    """A process forked from the parent may hold the other end of standard input open, so the parent is watched too."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([sys.stdin], [], [], _WATCH_S)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            break
     _end(group)
 
 
