@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from fathom.core.manifest import Manifest, WeightSource
+from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
 from fathom.model.tiny import make_tiny
 from fathom.sync.digest import build_manifest
@@ -22,8 +23,14 @@ def tiny_folder(folder: Path) -> Path:
 class Shelf:
     """Version n is the folder's weights with noise of seed n."""
 
-    def __init__(self, folder: Path, transport: Transport, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: Path, transport: Transport, dtype: torch.dtype = torch.float32, aligned: bool = False
+    ) -> None:
         self.model = LanguageModel.load(folder, dtype, "cpu")
+        if aligned:
+            align(self.model)
+        self.tolerance = 0.0 if aligned else 1e-5
+        """In nats, between ways to compute the same token; also how far a uniform may lie from what it needs."""
         self._base = {name: tensor.detach().clone() for name, tensor in self.model.weights().items()}
         self._transport = transport
 

@@ -124,6 +124,19 @@ def test_a_page_that_somebody_reads_is_not_given_away() -> None:
     written.check()
 
 
+def test_what_two_computed_at_the_same_time_is_held_once() -> None:
+    written = Written(pages=9)
+    short, long = np.array([1] * 8, np.int32), np.array([1] * 12, np.int32)
+    assert [written.begin(0, "a", short), written.begin(1, "a", long)] == [0, 0]
+    written.remember(0, 8)
+    written.remember(1, 12)
+    written.check()
+    written.end(0)
+    assert written.memory.available == 6
+    assert written.begin(2, "a", np.array([2] * LONGEST, np.int32)) == 0
+    written.check()
+
+
 def test_a_leak_is_found() -> None:
     pool = PagePool(4)
     lost = pool.take(2)

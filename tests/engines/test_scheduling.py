@@ -165,20 +165,24 @@ def test_a_cached_prefix_ends_with_its_version() -> None:
         loop.submit(BASE, 2)
         (done,) = loop.finish()
         assert done.end.cached_tokens == 0
-        loop.commit(InFlightMode.CONTINUE)
+        loop.commit(InFlightMode.CONTINUE, number=1 + loop.live % 2)
 
 
 def test_kv_of_two_versions_is_not_found_again() -> None:
     loop = turns(pages=40)
     loop.submit(BASE[:20], 19)
     loop.turn(4)
+    version = loop.version(1)
+    loop.submit(BASE[:2], 30, pinned=version)
     loop.commit(InFlightMode.CONTINUE)
-    (old,) = loop.finish()
+    old, _ = loop.finish()
     assert set(old.kv_version) == {1}
-    loop.submit(tuple(old.context[:38].tolist()), 2)
-    (new,) = loop.finish()
-    assert new.end.cached_tokens == 0
-    assert set(new.kv_version) == {2}
+    for pinned in (None, version):
+        loop.submit(tuple(old.context[:38].tolist()), 2, pinned=pinned)
+        (new,) = loop.finish()
+        check(new)
+        assert new.end.cached_tokens <= 2
+        assert set(new.kv_version) == {1 if pinned else 2}
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
@@ -206,6 +210,22 @@ def test_the_oldest_group_goes_first_and_the_newest_gives_way() -> None:
                 if stream.get_nowait().end is not None:
                     ended.append(priority)
     assert ended == [0, 1, 2]
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
+    loop = turns(pages=12)
+    loop.submit(BASE[:24], 8)
+    loop.turn(4)
+    long = loop.submit(BASE[2:38], 1)
+    for _ in range(8):
+        loop.submit(BASE[5:9], 12, priority=1)
+    long_ended = False
+    while not long_ended:
+        loop.turn()
+        long_ended = not long.empty()
+        assert long_ended or loop.decoder.unsent() in ([], [0]), "what came later has begun"
+    for done in loop.finish()[2:]:
+        check(done)
 
 
 def test_who_gave_way_keeps_its_tokens_and_says_who_computed_its_context_again() -> None:

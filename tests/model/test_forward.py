@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from random_models import CONFIGS, packed, random_ids, random_model, split
 
 from fathom.model.attention import PackedAttention
-from fathom.model.cached_attention import KvCache
 from fathom.model.language_model import LanguageModel
+from fathom.model.paged_attention import KvPages
 
 torch.set_num_threads(1)
 
@@ -64,76 +65,66 @@ def test_a_plan_refuses_other_tokens_than_its_own():
         PackedAttention([3, 0])
 
 
-def cache_of(model, slots=4):
-    return KvCache(model.shape, slots=slots, max_tokens=32, dtype=model.dtype, device=model.device)
+def plan_of(kv, tables, starts, lengths):
+    return kv.plan(np.array(tables), np.array(starts), np.array(lengths))
+
+
+def kv_of(model, pages=8):
+    return KvPages(model.shape, pages=pages, dtype=model.dtype, device=model.device)
 
 
 def positions(starts, lengths):
     return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
-@pytest.mark.parametrize("slots", [(0, 1, 2), (3, 0, 2)])
 @torch.no_grad()
-def test_prefill_in_pieces_and_decode_equal_the_whole(family, slots):
+def test_chunks_and_single_tokens_in_one_forward_equal_the_whole(family):
     model = LanguageModel(random_model(family))
-    rows = random_ids(12, 9, 12)
+    rows = random_ids(40, 9, 36)
     whole = split(model.hidden(*packed(rows)), rows)
-    cache = cache_of(model)
-
-    starts, lengths = [0, 0, 0], [4, 6, 4]
-    got = model.hidden(
-        torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)]),
-        positions(starts, lengths),
-        cache.prefill(slots, starts, lengths),
-    )
-    close(got, torch.cat([hidden[:n] for hidden, n in zip(whole, lengths, strict=True)]))
-
-    got = model.hidden(
-        torch.cat([rows[0][4:9], rows[2][4:5]]), positions([4, 4], [5, 1]), cache.prefill(slots[::2], [4, 4], [5, 1])
-    )
-    close(got, torch.cat([whole[0][4:9], whole[2][4:5]]))
-
-    held = [9, 6, 5]
-    for _ in range(3):
-        tokens = torch.stack([row[n] for row, n in zip(rows, held, strict=True)])
-        got = model.hidden(tokens, torch.tensor(held), cache.decode(slots, held))
-        close(got, torch.stack([hidden[n] for hidden, n in zip(whole, held, strict=True)]))
-        held = [n + 1 for n in held]
+    kv, tables = kv_of(model), [[5, 2], [1, 0], [7, 3]]  # a short sequence ignores what lies after its pages
+    starts = [0, 0, 0]
+    for lengths in ([30, 5, 33], [4, 1, 1], [1, 1, 1], [5, 2, 1]):
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        got = model.hidden(
+            torch.cat([row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]),
+            positions(starts, lengths),
+            plan_of(kv, tables, starts, lengths),
+        )
+        close(got, torch.cat([hidden[start:end] for hidden, start, end in zip(whole, starts, ends, strict=True)]))
+        starts = ends
+    assert starts == [len(row) for row in rows]
 
 
 @torch.no_grad()
-def test_a_copied_prefix_goes_on_in_every_slot():
-    model = LanguageModel(random_model())
-    prompt, first, second = random_ids(5, 3, 3)
+def test_a_full_page_is_shared_and_a_part_of_one_is_copied(family):
+    model = LanguageModel(random_model(family))
+    prompt, first, second = random_ids(37, 3, 3)
     rows = [torch.cat([prompt, first]), torch.cat([prompt, second])]
     whole = split(model.hidden(*packed(rows)), rows)
-    cache = cache_of(model)
-    model.hidden(prompt, torch.arange(5), cache.prefill([1], [0], [5]))
-    cache.copy_prefix(1, [0, 3], 5)
-    got = model.hidden(torch.cat([first, second]), positions([5, 5], [3, 3]), cache.prefill([0, 3], [5, 5], [3, 3]))
-    close(got, torch.cat([hidden[5:] for hidden in whole]))
-
-
-def test_a_cache_refuses_what_does_not_fit():
-    cache = cache_of(LanguageModel(random_model()))
-    with pytest.raises(ValueError, match="33 tokens does not fit into slots of 32"):
-        cache.decode([0], [32])
-    with pytest.raises(ValueError, match="its own slot"):
-        cache.prefill([0, 0], [0, 0], [1, 1])
+    kv = kv_of(model)
+    model.hidden(prompt, torch.arange(37), plan_of(kv, [[1, 4]], [0], [37]))
+    kv.copy(4, 6)
+    got = model.hidden(
+        torch.cat([first, second]), positions([37, 37], [3, 3]), plan_of(kv, [[1, 4], [1, 6]], [37, 37], [3, 3])
+    )
+    close(got, torch.cat([hidden[37:] for hidden in whole]))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @torch.no_grad()
-def test_packed_and_cached_forwards_agree_on_a_gpu():
+def test_packed_and_paged_forwards_agree_on_a_gpu():
     model = LanguageModel(random_model("qwen3").to("cuda"))
-    rows = [row.cuda() for row in random_ids(6, 8)]
+    rows = [row.cuda() for row in random_ids(36, 38)]
     ids, places, plan = packed([row.cpu() for row in rows])
     whole = split(model.hidden(ids.cuda(), places.cuda(), plan), rows)
-    cache = cache_of(model)
-    prompt = torch.cat([row[:5] for row in rows])
-    model.hidden(prompt, positions([0, 0], [5, 5]).cuda(), cache.prefill([0, 2], [0, 0], [5, 5]))
+    kv, tables = kv_of(model), [[0, 3], [2, 1]]
+    prompt = torch.cat([row[:35] for row in rows])
+    model.hidden(prompt, positions([0, 0], [35, 35]).cuda(), plan_of(kv, tables, [0, 0], [35, 35]))
     got = model.hidden(
-        torch.stack([row[5] for row in rows]), torch.tensor([5, 5], device="cuda"), cache.decode([0, 2], [5, 5])
+        torch.stack([row[35] for row in rows]),
+        torch.tensor([35, 35], device="cuda"),
+        plan_of(kv, tables, [35, 35], [1, 1]),
     )
-    close(got, torch.stack([hidden[5] for hidden in whole]), 1e-4)
+    close(got, torch.stack([hidden[35] for hidden in whole]), 1e-4)
