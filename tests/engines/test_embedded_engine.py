@@ -26,6 +26,7 @@ from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.sync.transports.disk import DiskTransport
 from fathom.sync.transports.shared import SharedTransport
+from fathom.text.tokenizer import Tokenizer
 
 CONTEXT = 192
 
@@ -74,7 +75,9 @@ def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Be
     with asyncio.Runner() as runner:
         context = launched(make_spec(folder, tmp_path), shelf)
         engine = runner.run(context.__aenter__())
-        yield Bench(runner, Subject(engine, shelf.publish, shelf.model.shape.vocab_size), engine, shelf)
+        decode = Tokenizer.load(folder).decode
+        subject = Subject(engine, shelf.publish, shelf.model.shape.vocab_size, decode=decode)
+        yield Bench(runner, subject, engine, shelf)
         runner.run(context.__aexit__(None, None, None))
     assert not engine.process.alive
     transport.close()

@@ -34,8 +34,21 @@ async def serving(engine: ScriptedEngine) -> Subject:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Case) -> None:
     async def run() -> None:
-        engine = ScriptedEngine(ToyPolicy(VOCAB), max_context_tokens=192, pace=Pace(chunk_tokens=3))
-        await case(Subject(engine, publish, VOCAB))
+        engine = ScriptedEngine(ToyPolicy(VOCAB), max_context_tokens=192, pace=Pace(chunk_tokens=3), decode=letters)
+        await case(Subject(engine, publish, VOCAB, decode=letters))
+
+    asyncio.run(run())
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(ord("A") + token) for token in ids)
+
+
+def test_an_engine_without_text_refuses_stop_strings() -> None:
+    async def run() -> None:
+        subject = await serving(ScriptedEngine(ToyPolicy(VOCAB)))
+        with pytest.raises(EngineRefusedError, match="stop_strings"):
+            await subject.run(subject.request(stop_strings=("x",)))
 
     asyncio.run(run())
 

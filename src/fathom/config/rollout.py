@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -54,6 +54,9 @@ class RolloutConfig(Section):
     """Tasks with longer prompts are left out, counted and named."""
     sampling: SamplingConfig = SamplingConfig()
     """The distribution."""
+    stop_strings: tuple[Annotated[str, Field(pattern="^[^\ufffd]+$")], ...] = ()
+    """Texts that end a generation: the token that completes one is the last and is trained like any other, and the
+    grader's text ends before it. Special tokens are no text. Empty: none."""
     max_kept_ids: int = Field(default=1024, gt=0)
     """Largest kept set that may have to be recorded for one token; a larger possible one is refused at start."""
     in_flight: InFlightMode = InFlightMode.CONTINUE

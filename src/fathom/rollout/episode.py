@@ -27,6 +27,7 @@ from fathom.core.records.trajectory import (
     Turn,
     Ungraded,
 )
+from fathom.rollout.engines.stop_strings import first_stop
 from fathom.rollout.router.router import Router
 
 Decode = Callable[[list[int]], str]
@@ -83,6 +84,7 @@ class EpisodeRunner:
         decode: Decode,
         grade: Grade,
         stop_ids: tuple[int, ...],
+        stop_strings: tuple[str, ...] = (),
         tokenizer: TokenizerIdentity,
         record_routes: bool,
     ) -> None:
@@ -91,6 +93,7 @@ class EpisodeRunner:
         self._decode = decode
         self._grade = grade
         self._stop_ids = stop_ids
+        self._stop_strings = stop_strings
         self._tokenizer = tokenizer
         self._record_routes = record_routes
 
@@ -118,6 +121,7 @@ class EpisodeRunner:
             seed=plan.seed,
             max_new_tokens=plan.max_new_tokens,
             stop_ids=self._stop_ids,
+            stop_strings=self._stop_strings,
             priority=plan.priority,
             session_key=name,
             purpose=plan.purpose,
@@ -140,7 +144,9 @@ class EpisodeRunner:
         answer = branch.token_ids[branch.sampled].tolist()
         if answer and answer[-1] in self._stop_ids:
             answer = answer[:-1]
-        return await self._grade(plan.task, self._decode(answer))
+        text = self._decode(answer)
+        end = first_stop(text, self._stop_strings)
+        return await self._grade(plan.task, text if end is None else text[: end[0]])
 
     def _failed(self, plan: EpisodePlan, started_s: float, cause: str, detail: str) -> Trajectory:
         prompt_only = assemble(plan.prompt_ids, [], plan.sampling, routes=False)

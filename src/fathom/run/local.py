@@ -123,6 +123,7 @@ async def _run(
             decode=resolved.model.tokenizer.decode,
             grade=grader.grade,
             stop_ids=resolved.model.tokenizer.special.stop_ids,
+            stop_strings=config.rollout.stop_strings,
             tokenizer=resolved.renderer.identity,
             record_routes=config.rollout.record_routes,
         )

@@ -96,6 +96,10 @@ def check_engine(config: RunConfig, able: Capabilities) -> None:
             "rollout.sampling.top_k, top_p or min_p (its capability `kept_sets`)",
         ),
         (
+            able.stop_strings or not config.rollout.stop_strings,
+            "rollout.stop_strings (its capability `stop_strings`)",
+        ),
+        (
             able.logit_bias or not config.rollout.sampling.logit_bias,
             "rollout.sampling.logit_bias (its capability `logit_bias`)",
         ),

@@ -93,6 +93,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate.1"):
     """Serve by exactly this version. None: whichever is current, switching at commits."""
     barrier: Barrier | None = None
     """Start together with others. None: at once."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end the generation: the token that completes one is the last. The text is that of the sampled tokens
+    alone, special tokens left out. Ids are never cut."""
     want_raw_logprobs: bool = False
     """Also return raw log-probabilities."""
     want_routes: bool = False

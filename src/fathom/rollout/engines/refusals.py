@@ -7,6 +7,7 @@ import numpy as np
 from fathom.core.errors import RecordError
 from fathom.core.ports.engine import Capabilities, GenerateRequest, ScoreRequest
 from fathom.core.records.bias import TokenBias
+from fathom.rollout.engines.stop_strings import UNFINISHED
 
 
 def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab_size: int) -> str | None:
@@ -23,7 +24,10 @@ def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab
     bias = request.sampling.logit_bias
     if bias is not None and (wrong := _outside([bias.ids[0], bias.ids[-1]], vocab_size)):
         return wrong
+    if not all(request.stop_strings) or any(UNFINISHED in stop for stop in request.stop_strings):
+        return "a stop string is empty, or has a U+FFFD, which stands for bytes that are no character; leave it out"
     for asked, able, name in (
+        (bool(request.stop_strings), capabilities.stop_strings, "stop_strings"),
         (bias is not None, capabilities.logit_bias, "logit_bias"),
         (request.want_routes, capabilities.routes, "routes"),
         (request.want_raw_logprobs, capabilities.raw_logprobs, "raw_logprobs"),

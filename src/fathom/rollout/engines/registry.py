@@ -15,6 +15,7 @@ from fathom.rollout.engines.scripted.script import ToyPolicy
 from fathom.rollout.engines.scripted.scripted_engine import ScriptedEngine
 from fathom.rollout.engines.vllm.client import VllmEngine
 from fathom.rollout.engines.vllm.spec import vllm_spec
+from fathom.text.tokenizer import Tokenizer
 
 Launcher = Callable[[EmbeddedSpec], Awaitable[Engine]]
 
@@ -26,9 +27,11 @@ async def _launch_scripted(spec: EmbeddedSpec) -> Engine:
         vocab_size = int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{config} does not say vocab_size: {error}; give a Hugging Face model folder") from error
+    has_tokenizer = (spec.model_folder / "tokenizer.json").is_file()
     return ScriptedEngine(
         ToyPolicy(vocab_size),
         engine_id=spec.engine,
+        decode=Tokenizer.load(spec.model_folder).decode if has_tokenizer else None,
         max_running=spec.max_running,
         max_context_tokens=spec.max_context_tokens,
     )

@@ -36,6 +36,25 @@ async def stop_ids_end(subject: Subject) -> None:
         assert done.text == free.text[: first + 1] or done.text[-1] == subject.vocab_size - 1
 
 
+async def stop_strings_end(subject: Subject) -> None:
+    """The token that completes a stop string is the last one; the engine that has no text refuses."""
+    await subject.serve()
+    if not subject.engine.capabilities.stop_strings:
+        return await _refused(subject, subject.request(stop_strings=("x",)))
+    if subject.decode is None:
+        return
+    free = await subject.run(subject.request(new=24, seed=3))
+    texts = [subject.decode(free.text[:count]) for count in range(len(free.text) + 1)]
+    whole = texts[-1]
+    for stop in {whole[-1:], whole[2:4], whole[5:8], whole[-3:]} - {""}:
+        done = await subject.run(subject.request(new=24, seed=3, stop_strings=(stop, "never said")))
+        size = next(count for count, text in enumerate(texts) if stop in text)
+        assert (done.text, done.end.finish_reason) == (free.text[:size], FinishReason.STOP)
+    done = await subject.run(subject.request(new=24, seed=3, stop_strings=("never said",)))
+    assert (done.text, done.end.finish_reason) == (free.text, FinishReason.LENGTH)
+    await _refused(subject, subject.request(stop_strings=("",)))
+
+
 async def stop_at_the_limit_is_a_stop(subject: Subject) -> None:
     """A stop id sampled as the last allowed token is a stop, not a cut."""
     await subject.serve()
@@ -173,6 +192,7 @@ async def _refused(subject: Subject, request: GenerateRequest) -> None:
 ENDING_CASES: tuple[Case, ...] = (
     length_ends,
     stop_ids_end,
+    stop_strings_end,
     stop_at_the_limit_is_a_stop,
     context_ends,
     single_token_prompts_work,

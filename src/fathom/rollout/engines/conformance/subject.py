@@ -15,6 +15,7 @@ from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import Barrier, Engine, GenerateChunk, GenerateEnd, GenerateRequest
 from fathom.core.records.sampling import FinishReason, InFlightMode, Purpose, SamplingParams
 from fathom.core.records.trajectory import KeptSets
+from fathom.rollout.engines.stop_strings import Decode
 
 Publish = Callable[[int], Awaitable[tuple[Manifest, WeightSource]]]
 Case = Callable[["Subject"], Awaitable[None]]
@@ -96,6 +97,8 @@ class Generated:
         executed = blake3(self.request.prompt_ids.astype(np.int32).tobytes()).hexdigest()
         assert self.end.prompt_hash == executed
         assert 0 <= self.end.cached_tokens < len(self.request.prompt_ids)
+        if self.request.stop_strings:
+            return
         stops = [index for index, token in enumerate(self.text) if token in self.request.stop_ids]
         expected = [size - 1] if self.end.finish_reason is FinishReason.STOP else []
         assert stops == expected, "a stop id is sampled once and is the last token"
@@ -105,12 +108,21 @@ class Generated:
 class Subject:
     """An engine under test. It needs a context of at least 192 tokens and a vocabulary of at least 16."""
 
-    def __init__(self, engine: Engine, publish: Publish, vocab_size: int, tolerance: float = 1e-5) -> None:
-        """`publish(n)` makes weights that differ from those of every other n readable; `tolerance` in nats."""
+    def __init__(
+        self,
+        engine: Engine,
+        publish: Publish,
+        vocab_size: int,
+        tolerance: float = 1e-5,
+        decode: Decode | None = None,
+    ) -> None:
+        """`publish(n)` makes weights that differ from those of every other n readable; `tolerance` in nats; `decode`
+        makes the engine's text (None: stop strings are not tried)."""
         self.engine = engine
         self.publish = publish
         self.vocab_size = vocab_size
         self.tolerance = tolerance
+        self.decode = decode
         self._numbers = itertools.count(1)
         self._names = itertools.count()
 
@@ -139,6 +151,7 @@ class Subject:
         new: int = 24,
         seed: int = 0,
         stop: tuple[int, ...] = (),
+        stop_strings: tuple[str, ...] = (),
         sampling: SamplingParams = PLAIN,
         pinned: PolicyVersion | None = None,
         barrier: Barrier | None = None,
@@ -155,6 +168,7 @@ class Subject:
             seed=seed,
             max_new_tokens=new,
             stop_ids=stop,
+            stop_strings=stop_strings,
             priority=priority,
             session_key="conformance",
             purpose=Purpose.ROLLOUT if pinned is None else Purpose.EVALUATION,

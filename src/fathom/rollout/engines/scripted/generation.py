@@ -15,14 +15,16 @@ from fathom.core.records.sampling import FinishReason
 from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.scripted.fault import Fault, Trouble
 from fathom.rollout.engines.scripted.script import Token
+from fathom.rollout.engines.stop_strings import Decode, StopMatcher
 
 
 @final
 class Generation:
     """What was sampled so far, and under which versions."""
 
-    def __init__(self, request: GenerateRequest, max_context_tokens: int) -> None:
+    def __init__(self, request: GenerateRequest, max_context_tokens: int, decode: Decode | None) -> None:
         self.request = request
+        self._matcher = StopMatcher(decode, request.stop_strings) if decode and request.stop_strings else None
         self.turn = asyncio.Event()
         """Set when it may run, was aborted, or the engine died."""
         self.started = False
@@ -76,7 +78,8 @@ class Generation:
         self._context.append(token.id)
         self._tokens.append(token)
         self._versions.append((version, self._kv))
-        if token.id in self.request.stop_ids:
+        completes = self._matcher is not None and self._matcher.push(token.id) is not None
+        if completes or token.id in self.request.stop_ids:
             self.finish = FinishReason.STOP
         elif len(self._tokens) >= self.request.max_new_tokens:
             self.finish = FinishReason.LENGTH

@@ -31,6 +31,7 @@ from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 from fathom.rollout.engines.scripted.fault import Call, Fault, Trouble
 from fathom.rollout.engines.scripted.generation import Generation, tampered
 from fathom.rollout.engines.scripted.script import Script
+from fathom.rollout.engines.stop_strings import Decode
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -63,10 +64,12 @@ class ScriptedEngine:
         faults: Sequence[Fault] = (),
         pace: Pace | None = None,
         sleep: Sleep = asyncio.sleep,
+        decode: Decode | None = None,
         max_running: int = 64,
         max_context_tokens: int = 4096,
     ) -> None:
-        """`sleep` is real time by default; hand `ScriptedClock().sleep` for time that passes when a test says so."""
+        """`sleep` is real time by default; hand `ScriptedClock().sleep` for time that passes when a test says so.
+        `decode` makes text, for stop strings; without it the engine does not have them."""
         self.requests: list[GenerateRequest] = []
         """Every generation asked for, in order of arrival, refused ones included."""
         self.calls: list[Call] = []
@@ -77,7 +80,8 @@ class ScriptedEngine:
         self._pace = pace or Pace()
         self._sleep = sleep
         self._max_running = max_running
-        self._capabilities = _capabilities(max_context_tokens)
+        self._decode = decode
+        self._capabilities = _capabilities(max_context_tokens, stop_strings=decode is not None)
         self._version: PolicyVersion | None = None
         self._pinned_last: PolicyVersion | None = None
         self._staged: Manifest | None = None
@@ -238,7 +242,7 @@ class ScriptedEngine:
             raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
         self._pinned_last = request.pinned or self._pinned_last
         self._seen.add(request.request_id)
-        generation = Generation(request, self._capabilities.max_context_tokens)
+        generation = Generation(request, self._capabilities.max_context_tokens, self._decode)
         self._generations[request.request_id] = generation
         self._waiting.push(generation)
         return generation
@@ -358,7 +362,7 @@ class ScriptedEngine:
         return EngineRefusedError(self._id, reason)
 
 
-def _capabilities(max_context_tokens: int) -> Capabilities:
+def _capabilities(max_context_tokens: int, stop_strings: bool) -> Capabilities:
     return Capabilities(
         kept_sets=True,
         routes=False,
@@ -372,4 +376,5 @@ def _capabilities(max_context_tokens: int) -> Capabilities:
         digest=DigestKind.MEMORY,
         max_context_tokens=max_context_tokens,
         logit_bias=True,
+        stop_strings=stop_strings,
     )

@@ -31,6 +31,7 @@ from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.kv.kv_budget import kv_pages
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
+from fathom.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEP_TOKENS = 512
@@ -106,6 +107,7 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
         step_tokens=config.step_tokens or max(_STEP_TOKENS, 2 * slots),
         pages=pages,
         page_tokens=PAGE_TOKENS,
+        decode=Tokenizer.load(Path(config.model_folder)).decode if _has_tokenizer(config) else None,
     )
     return decoder, WeightSets(model.weights())
 
@@ -124,7 +126,12 @@ def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:
         digest=DigestKind.MEMORY,
         max_context_tokens=config.max_context_tokens,
         logit_bias=True,
+        stop_strings=_has_tokenizer(config),
     )
+
+
+def _has_tokenizer(config: EngineConfigLine) -> bool:
+    return (Path(config.model_folder) / "tokenizer.json").is_file()
 
 
 def _put_all(chunks: list[tuple[Stream, Streamed]]) -> None:

@@ -26,6 +26,7 @@ from fathom.rollout.engines.embedded.server.decode.step_planner import StepPlan,
 from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.kv.kv_memory import KvMemory
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
+from fathom.rollout.engines.stop_strings import Decode
 from fathom.rollout.engines.uniforms import uniforms
 
 
@@ -43,8 +44,10 @@ class Decoder:
         step_tokens: int,
         pages: int,
         page_tokens: int,
+        decode: Decode | None = None,
     ) -> None:
-        """`slots` sequences of at most `max_tokens` tokens; `step_tokens` in one forward; `pages` of KV memory."""
+        """`slots` sequences of at most `max_tokens` tokens; `step_tokens` in one forward; `pages` of KV memory;
+        `decode` for stop strings (None: no request has any)."""
         self.vocab_size = forward.vocab_size
         self._forward = forward
         self._table = SlotTable(slots, max_tokens)
@@ -53,7 +56,7 @@ class Decoder:
         )
         self._contexts = Contexts(self._table, self._memory)
         self._planner = StepPlanner(self._table, self._memory, self._contexts, step_tokens)
-        self._endings = Endings(self._table, forward.vocab_size)
+        self._endings = Endings(self._table, forward.vocab_size, decode)
         self._routes = RouteBook(self._table, self._memory, forward)
         self._writer = ChunkWriter(engine, forward, self._table, self._routes)
         self._jobs: dict[int, Job] = {}
