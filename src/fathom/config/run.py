@@ -174,7 +174,7 @@ class RunConfig(Section):
 def _check_aligned(config: RunConfig) -> None:
     if config.engine.kind is not EngineKind.EMBEDDED:
         raise ValueError(
-            f"model.aligned = true needs engine.kind = 'embedded', not '{config.engine.kind}', whose kernels are others; "
+            f"model.aligned = true needs engine.kind = 'embedded', not '{config.engine.kind}' with other kernels; "
             "set model.aligned = false"
         )
     for option, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):

@@ -12,9 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from fathom.config.trainer import WarmStartConfig
-from fathom.core.ids import GroupId, TrajectoryId
 from fathom.core.records.demonstration import Demonstration
-from fathom.core.records.row import Row
+from fathom.core.records.row import Row, row_of_text
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.run.stop import Stop
 from fathom.sync.digest import digest
@@ -75,7 +74,7 @@ class Learner:
 
     async def text_logprobs(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """float32 [T-1] for each int32 [T]: log-probabilities of all tokens but the first, at temperature 1."""
-        return await self.logprobs([_row_of(text) for text in texts])
+        return await self.logprobs([row_of_text(text) for text in texts])
 
     async def digest(self) -> str:
         """Root digest (hex) of the cast weights."""
@@ -95,23 +94,3 @@ class Learner:
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _row_of(text: np.ndarray) -> Row:
-    """A text as a row in which every token with a left context counts."""
-    count = len(text) - 1
-    return Row(
-        trajectory=TrajectoryId("probe"),
-        group=GroupId("probe"),
-        branch=0,
-        token_ids=text,
-        positions=np.arange(1, len(text), dtype=np.int64),
-        logprobs=np.zeros(count, np.float32),
-        policy_version=np.zeros(count, np.int32),
-        kv_version=np.zeros(count, np.int32),
-        temperature=np.ones(count, np.float32),
-        kept=None,
-        bias=None,
-        routes=None,
-        mixed_routes=None,
-    )

@@ -25,6 +25,7 @@ Model = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="model folder [default: the demo's tiny model]")
 ]
 TrlPython = Annotated[str | None, typer.Option("--trl-python", metavar="PATH", help="an interpreter that has TRL")]
+Vllm = Annotated[str | None, typer.Option("--vllm", metavar="DIR", help="an environment that has vLLM")]
 InstallTrl = Annotated[
     Path | None, typer.Option("--install-trl", metavar="DIR", help="make such an environment, then end")
 ]
@@ -36,6 +37,17 @@ bench = typer.Typer(no_args_is_help=True, help="Measure this machine; every numb
 def probe(overrides: Overrides = None, model: Model = None, out: Out = DEFAULT_OUT, as_json: AsJson = False) -> None:
     """See `WORKLOADS`."""
     _measure("probe", overrides, {"model": model}, out, as_json)
+
+
+def engine(
+    overrides: Overrides = None,
+    model: Model = None,
+    vllm: Vllm = None,
+    out: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
+) -> None:
+    """See `WORKLOADS`."""
+    _measure("engine", overrides, {"model": model, "vllm": vllm}, out, as_json)
 
 
 def pipeline(overrides: Overrides = None, model: Model = None, out: Out = DEFAULT_OUT, as_json: AsJson = False) -> None:
@@ -63,7 +75,7 @@ def train(
 ) -> None:
     """See `WORKLOADS`."""
     if install_trl is not None:
-        from fathom.bench.trl.trl_python import install_trl as install
+        from fathom.bench.peers.trl_python import install_trl as install
 
         Console().print(f"use it with: --trl-python {install(install_trl)}", highlight=False)
         return
@@ -72,6 +84,7 @@ def train(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "probe": probe,
+    "engine": engine,
     "pipeline": pipeline,
     "ledger": ledger,
     "sync": sync,

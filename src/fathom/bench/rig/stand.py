@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathom.config.families import TransportKind
+import msgspec
+import numpy as np
+
+from fathom.config.families import Dtype, TransportKind
 from fathom.config.objective import ObjectiveConfig
-from fathom.config.rollout import SyncConfig
+from fathom.config.rollout import EngineConfig, SyncConfig
 from fathom.config.trainer import StalenessConfig, TrainerConfig
 from fathom.core.ids import EngineId
+from fathom.core.ports.engine import DigestKind, Engine
+from fathom.core.records.row import row_of_text
 from fathom.core.records.sampling import InFlightMode
 from fathom.model.tiny import make_tiny
-from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
+from fathom.rollout.engines.registry import LAUNCHERS
 from fathom.rollout.episode import EpisodeRunner, Grade
 from fathom.rollout.router.router import Router
+from fathom.sync.probe import TOLERANCES, Probe
 from fathom.sync.publication import Publication
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports import TRANSPORTS
@@ -30,13 +36,14 @@ from fathom.trainer.loop.trainer import Trainer
 PROMPT_TOKENS = 96
 """Room that workloads leave for a short prompt in a chat template."""
 _ENGINE = EngineId("engine-0")
+_EMBEDDED = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
     """The parts, ready: the engine runs, and serves nothing until `publish`."""
 
-    engine: EmbeddedEngine
+    engine: Engine
     """A real engine in its own process."""
     backend: TorchBackend
     """The trainer's model, in this process."""
@@ -48,10 +55,28 @@ class Stand:
     """The model's."""
     renderer: ChatRenderer
     """By the model's chat template, or plain text where it has none."""
+    vocab_size: int
+    """Ids that prompts may be made of."""
+    dtype: Dtype
+    """Element type of both forwards."""
 
     async def publish(self, number: int, mode: InFlightMode = InFlightMode.DRAIN) -> Publication:
         """Make the trainer's weights serve, as version `number`."""
-        return await self.publisher.publish(self.backend.weights(), number, 1, mode)
+        return await self.publisher.publish(self.backend.weights(), number, 1, mode, probe=await self._probe())
+
+    async def _probe(self) -> Probe | None:
+        able = self.engine.capabilities
+        if able.digest is DigestKind.MEMORY:
+            return None
+        return await Probe.prepare(
+            self._text_logprobs,
+            vocab_size=self.vocab_size,
+            longest=able.max_context_tokens,
+            tolerance=TOLERANCES[self.dtype],
+        )
+
+    async def _text_logprobs(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return self.trainer.logprobs([row_of_text(text) for text in texts])
 
     def runner(self, grade: Grade, stop_ids: tuple[int, ...]) -> EpisodeRunner:
         """Plays episodes on the engine."""
@@ -73,7 +98,7 @@ async def open_stand(
     *,
     max_context_tokens: int,
     max_running: int,
-    engine_threads: int = 1,
+    engine_config: EngineConfig = _EMBEDDED,
     aligned: bool = False,
     transport: TransportKind = TransportKind.SHARED,
 ) -> AsyncGenerator[Stand]:
@@ -84,7 +109,7 @@ async def open_stand(
     """
     backend = TorchBackend(model, trainer, aligned=aligned)
     tokenizer = Tokenizer.load(model)
-    engine = await EmbeddedEngine.launch(
+    engine = await LAUNCHERS[engine_config.kind](engine_config)(
         EmbeddedSpec(
             engine=_ENGINE,
             model_folder=model,
@@ -92,7 +117,7 @@ async def open_stand(
             max_context_tokens=max_context_tokens,
             max_running=max_running,
             dtype=trainer.dtype,
-            threads=engine_threads,
+            threads=engine_config.threads,
             aligned=aligned,
         )
     )
@@ -106,11 +131,18 @@ async def open_stand(
                 publisher=publisher,
                 tokenizer=tokenizer,
                 renderer=ChatRenderer(tokenizer, use_template=tokenizer.template is not None),
+                vocab_size=vocab_size(model),
+                dtype=trainer.dtype,
             )
         finally:
             await publisher.close()
     finally:
         await engine.close()
+
+
+def vocab_size(model: Path) -> int:
+    """What the model's config says."""
+    return int(msgspec.json.decode((model / "config.json").read_bytes())["vocab_size"])
 
 
 def tiny_model(folder: Path, seed: int = 0) -> Path:

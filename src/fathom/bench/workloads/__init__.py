@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fathom.bench.options import LedgerOptions, PipelineOptions, ProbeOptions, SyncOptions, TrainOptions
+from fathom.bench.options import EngineOptions, LedgerOptions, PipelineOptions, ProbeOptions, SyncOptions, TrainOptions
 from fathom.bench.record import BenchRecord, Measured, Say, take
 from fathom.config.load import parse_section
 from fathom.config.section import Section
@@ -28,6 +28,12 @@ def _probe(options: ProbeOptions, say: Say) -> Measured:
     from fathom.bench.workloads.probe import probe
 
     return probe(options, say)
+
+
+def _engine(options: EngineOptions, say: Say) -> Measured:
+    from fathom.bench.workloads.engine import engine
+
+    return engine(options, say)
 
 
 def _pipeline(options: PipelineOptions, say: Say) -> Measured:
@@ -59,6 +65,11 @@ WORKLOADS: dict[str, Workload] = {
         about="Engine against trainer on one version in float32, under five sampling settings.",
         options=ProbeOptions,
         measure=_probe,
+    ),
+    "engine": Workload(
+        about="Tokens per second of the engine, plain and aligned, beside transformers and vLLM.",
+        options=EngineOptions,
+        measure=_engine,
     ),
     "pipeline": Workload(
         about="Asynchronous against synchronous against a plain loop, when answers take their time.",

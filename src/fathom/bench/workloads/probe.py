@@ -17,6 +17,7 @@ from fathom.bench.options import ProbeOptions
 from fathom.bench.record import Measured, Sample, Say, Target
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
 from fathom.config.families import Dtype
+from fathom.config.rollout import EngineConfig
 from fathom.config.trainer import TrainerConfig
 from fathom.core.errors import EngineError
 from fathom.core.ids import GroupId, Occurrence
@@ -58,7 +59,7 @@ async def _probe(options: ProbeOptions, model: Path, scratch: Path, say: Say) ->
         trainer,
         max_context_tokens=PROMPT_TOKENS + options.max_new_tokens,
         max_running=options.requests,
-        engine_threads=options.threads,
+        engine_config=EngineConfig(threads=options.threads),
         aligned=options.aligned,
     ) as stand:
         await stand.publish(0)

@@ -13,6 +13,7 @@ from fathom.bench.options import SyncOptions
 from fathom.bench.record import Measured, Sample, Say, Target, median
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
 from fathom.config.families import TransportKind
+from fathom.config.rollout import EngineConfig
 from fathom.config.trainer import TrainerConfig
 from fathom.core.ports.engine import GenerateRequest
 from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
@@ -44,7 +45,7 @@ async def _transport(
         trainer,
         max_context_tokens=PROMPT_TOKENS + options.max_new_tokens,
         max_running=options.requests,
-        engine_threads=options.threads,
+        engine_config=EngineConfig(threads=options.threads),
         transport=transport,
     ) as stand:
         await stand.publish(0)

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fathom.bench.options import TrainOptions
+from fathom.bench.peers.trl_python import TrlPython, TrlRequest
 from fathom.bench.record import Measured, Sample, Say, Target, alternating, median, ratios
 from fathom.bench.rig.plain_loop import StepTimes, plain_loop
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
-from fathom.bench.trl.trl_python import TrlPython, TrlRequest
+from fathom.config.rollout import EngineConfig
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import NoProgressError
 from fathom.core.ids import GroupId, Occurrence, TaskId
@@ -67,7 +68,7 @@ async def _fathom_block(options: TrainOptions, model: Path, scratch: Path) -> li
         trainer,
         max_context_tokens=PROMPT_TOKENS + options.max_new_tokens,
         max_running=len(PROMPTS) * options.generations,
-        engine_threads=options.threads,
+        engine_config=EngineConfig(threads=options.threads),
     ) as stand:
         await stand.publish(0)
         runner = stand.runner(_grade, stop_ids=())

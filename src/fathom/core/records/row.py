@@ -50,6 +50,26 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     return [row for row in rows if len(row.positions)]
 
 
+def row_of_text(text: np.ndarray) -> Row:
+    """A text, int32 [T], as a row to score: every token with a left context counts, at temperature 1."""
+    count = len(text) - 1
+    return Row(
+        trajectory=TrajectoryId("text"),
+        group=GroupId("text"),
+        branch=0,
+        token_ids=text,
+        positions=np.arange(1, len(text), dtype=np.int64),
+        logprobs=np.zeros(count, np.float32),
+        policy_version=np.zeros(count, np.int32),
+        kv_version=np.zeros(count, np.int32),
+        temperature=np.ones(count, np.float32),
+        kept=None,
+        bias=None,
+        routes=None,
+        mixed_routes=None,
+    )
+
+
 def _row(trajectory: Trajectory, index: int, branch: TokenBranch) -> Row:
     positions = np.flatnonzero(branch.loss_mask)
     among_sampled = (np.cumsum(branch.sampled) - 1)[positions]

@@ -1,1 +1,0 @@
-"""TRL in an environment of its own, asked through one script."""
