@@ -12,9 +12,11 @@ from small_runs import DETERMINISTIC, ENGINES, SCRIPTED, digests, require_sound,
 import fathom
 from fathom import Run
 from fathom.config.load import option_names
-from fathom.core.records.sampling import SamplingParams
+from fathom.core.records.bias import LogitBias
+from fathom.core.records.sampling import FinishReason, SamplingParams
 from fathom.ledger.events import Evaluated, GroupStarted, Published, StepTaken, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
+from fathom.text.tokenizer import Tokenizer
 
 SOURCE = Path(fathom.__file__).parent
 UNUSUAL = """
@@ -24,6 +26,8 @@ rollout.group_size=2
 rollout.max_new_tokens=3
 rollout.sampling.top_k=5
 rollout.sampling.temperature=0.7
+rollout.sampling.logit_bias.5=-1.5
+rollout.sampling.logit_bias.3=2
 staleness.max_staleness=3
 staleness.publish_every=2
 trainer.groups_per_step=3
@@ -79,7 +83,9 @@ def test_sampling_is_as_asked(unusual: LedgerReader) -> None:
     entries = unusual.trajectories()
     assert max(entry.sampled_tokens for entry in entries) == 3
     (branch,) = unusual.trajectory(entries[0].id).trajectory.payload.branches
-    assert branch.turns[0].sampling == SamplingParams(temperature=0.7, top_k=5)
+    assert branch.turns[0].sampling == SamplingParams(
+        temperature=0.7, top_k=5, logit_bias=LogitBias(ids=(3, 5), values=(2.0, -1.5))
+    )
     assert branch.kept is not None
     assert set((branch.kept.offsets[1:] - branch.kept.offsets[:-1]).tolist()) == {5}
 
@@ -117,3 +123,41 @@ def test_several_steps_share_a_batch(tmp_path: Path) -> None:
     assert [len(names) for names in rows] == [4, 4, 4, 4]
     assert len({name for names in rows for name in names}) == 16
     require_sound(result.folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stop_string_ends_the_answer_and_not_the_record(tmp_path: Path, engine: str) -> None:
+    """Every second of the first digits ends the text; its token is trained, and the grader never sees it."""
+    options = 'rollout.stop_strings=["0", "2", "4", "6", "8"]', "trainer.steps=2"
+    result = Run(small_config(tmp_path, engine, *options)).start()
+    require_sound(result.folder)
+    tokenizer = Tokenizer.load(result.folder / "tokenizer")
+    ended = 0
+    with LedgerReader(result.folder / "ledger") as reader:
+        for entry in reader.trajectories():
+            (branch,) = reader.trajectory(entry.id).trajectory.payload.branches
+            text = tokenizer.decode(branch.token_ids[branch.sampled].tolist())
+            places = [place for place, character in enumerate(text) if character in "02468"]
+            assert places in ([], [len(text) - 1])
+            ended += bool(places)
+            assert not places or branch.turns[0].finish_reason is FinishReason.STOP
+    assert ended
+
+
+@pytest.mark.slow
+def test_the_trainer_adds_the_bias_that_the_engine_added(tmp_path: Path) -> None:
+    """Engine and trainer agree at the same version, and on tokens of age 0, to the rounding of float32."""
+    options = ["rollout.sampling.logit_bias.5=3", "rollout.sampling.logit_bias.7=-100", "trainer.steps=2"]
+    result = Run(small_config(tmp_path, *options, *DETERMINISTIC)).start()
+    with LedgerReader(result.folder / "ledger") as reader:
+        gaps = [entry.event.gap for entry in reader.events(Published) if entry.event.gap is not None]
+        assert gaps
+        assert all(gap.k2 < 1e-8 for gap in gaps)
+        sampled = [
+            token
+            for entry in reader.trajectories()
+            for branch in reader.trajectory(entry.id).trajectory.payload.branches
+            for token in branch.token_ids[branch.sampled].tolist()
+        ]
+    assert 7 not in sampled
+    assert 5 in sampled

@@ -32,6 +32,8 @@ ABLE = Capabilities(
     transports=frozenset({"shared", "disk"}),
     digest=DigestKind.MEMORY,
     max_context_tokens=32,
+    logit_bias=True,
+    stop_strings=True,
 )
 
 
@@ -43,6 +45,8 @@ ABLE = Capabilities(
         ({"barriers": False}, ("deterministic=true", "staleness.max_staleness=0"), "deterministic = true"),
         ({"pinned_versions": False}, ("evaluation.tasks=4",), "[evaluation]"),
         ({"kept_sets": False}, ("rollout.sampling.top_k=4",), "rollout.sampling.top_k"),
+        ({"logit_bias": False}, ("rollout.sampling.logit_bias.4=-1.5",), "rollout.sampling.logit_bias"),
+        ({"stop_strings": False}, ('rollout.stop_strings=["x"]',), "rollout.stop_strings"),
         ({"routes": False}, ("model.tiny=moe", "rollout.record_routes=true"), "rollout.record_routes"),
         ({"kv_versions": False}, (), "staleness.max_kv_staleness"),
         ({"max_context_tokens": 31}, (), "rollout.max_prompt_tokens + rollout.max_new_tokens = 32"),
@@ -58,7 +62,9 @@ def test_what_an_engine_lacks_is_refused_by_the_options_name(
     assert named in str(refused.value)
 
 
-@pytest.mark.parametrize("lack", [{"barriers": False}, {"pinned_versions": False}, {"kept_sets": False}, {"routes": False}])
+@pytest.mark.parametrize(
+    "lack", [{"barriers": False}, {"pinned_versions": False}, {"kept_sets": False}, {"routes": False}]
+)
 def test_what_is_not_asked_for_may_be_lacking(tmp_path: Path, lack: dict[str, object]) -> None:
     check_engine(small_config(tmp_path), msgspec.structs.replace(ABLE, **lack))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from random_rows import VOCAB, make_row, save_model
 from fathom.config.families import Dtype, Schedule
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import CheckpointError
+from fathom.core.records.bias import LogitBias, TokenBias
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.torch_backend import TorchBackend
 
@@ -53,6 +56,17 @@ def test_packed_log_probabilities_equal_those_of_each_row_alone(folder):
     alone = torch.cat([backend.logprobs(PackedRows.of_rows([row])) for row in rows])
     assert torch.allclose(packed, alone, atol=1e-5)
     assert bool((packed <= 0).all())
+
+
+def test_a_packed_bias_is_that_of_its_own_row(folder):
+    backend, rows = _backend(folder), _rows()
+    bias = LogitBias(ids=(1, 4), values=(3.0, -100.0))
+    biased = replace(rows[1], kept=None, bias=TokenBias(biases=(bias,), which=np.array([-1, 0, 0, -1], np.int32)))
+    packed = backend.logprobs(PackedRows.of_rows([rows[0], biased, rows[2]]))
+    plain = backend.logprobs(PackedRows.of_rows([rows[0], replace(biased, bias=None), rows[2]]))
+    alone = torch.cat([backend.logprobs(PackedRows.of_rows([row])) for row in (rows[0], biased, rows[2])])
+    assert torch.allclose(packed, alone, atol=1e-5)
+    assert torch.nonzero((packed - plain).abs() > 1e-4).flatten().tolist() == [4, 5]
 
 
 def test_tokens_after_the_last_loss_token_change_nothing(folder):
