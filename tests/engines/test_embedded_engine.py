@@ -4,7 +4,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,16 +66,15 @@ async def launched(spec: EmbeddedSpec, shelf: Shelf) -> AsyncIterator[EmbeddedEn
         await engine.close()
 
 
-@pytest.fixture(scope="module")
-def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@contextmanager
+def benched(spec: EmbeddedSpec, tmp_path: Path) -> Iterator[Bench]:
     """One process for all tests that leave it well."""
-    tmp_path = tmp_path_factory.mktemp("run")
     transport = SharedTransport(tmp_path)
-    shelf = Shelf(folder, transport)
+    shelf = Shelf(spec.model_folder, transport)
     with asyncio.Runner() as runner:
-        context = launched(make_spec(folder, tmp_path), shelf)
+        context = launched(spec, shelf)
         engine = runner.run(context.__aenter__())
-        decode = Tokenizer.load(folder).decode
+        decode = Tokenizer.load(spec.model_folder).decode
         subject = Subject(engine, shelf.publish, shelf.model.shape.vocab_size, decode=decode)
         yield Bench(runner, subject, engine, shelf)
         runner.run(context.__aexit__(None, None, None))
@@ -83,9 +82,30 @@ def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Be
     transport.close()
 
 
+@pytest.fixture(scope="module")
+def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    tmp_path = tmp_path_factory.mktemp("run")
+    with benched(make_spec(folder, tmp_path), tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pressed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """KV memory for less than three of its sixteen sequences."""
+    tmp_path = tmp_path_factory.mktemp("pressed")
+    with benched(replace(make_spec(folder, tmp_path), kv_memory_mb=1, step_tokens=24), tmp_path) as made:
+        yield made
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Case, bench: Bench) -> None:
     bench.runner.run(case(bench.subject))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_conformance_with_too_little_memory(case: Case, pressed: Bench) -> None:
+    pressed.runner.run(case(pressed.subject))
 
 
 def test_every_call_needs_the_token(bench: Bench) -> None:

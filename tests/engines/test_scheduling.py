@@ -228,6 +228,15 @@ def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
         check(done)
 
 
+def test_memory_for_all_sequences_lets_all_of_them_run() -> None:
+    loop = turns(pages=20, slots=2, step=80)
+    streams = [loop.submit((token, *BASE[:36]), 3) for token in (50, 51)]
+    loop.turn()
+    assert not any(stream.empty() for stream in streams)
+    for done in loop.finish():
+        check(done)
+
+
 def test_who_gave_way_keeps_its_tokens_and_says_who_computed_its_context_again() -> None:
     loop = turns(pages=10)
     loop.submit(BASE[:4], 34, priority=0)

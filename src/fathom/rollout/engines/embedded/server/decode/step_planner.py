@@ -86,13 +86,19 @@ class StepPlanner:
                 hit = self._contexts.find(slot, origin)
                 if full or self._worth_waiting(slot, origin, hit.tokens(memory.page_tokens), ahead):
                     continue
-                full = not self._contexts.begin(slot, job, origin, hit, int(np.count_nonzero(memory.held)))
+                full = not self._contexts.begin(slot, job, origin, hit, self._spare())
                 if full:
                     continue
                 ahead.append(slot)
             take = min(int(table.length[slot] - table.computed[slot]), room)
             chosen[slot] = take
             room -= take
+
+    def _spare(self) -> int:
+        """Pages to leave when a context begins: one for each sequence that will need more, or it would soon give way."""
+        table, memory = self._table, self._memory
+        growing = (memory.held > 0) & (memory.held * memory.page_tokens < table.limit - 1)
+        return int(np.count_nonzero(growing))
 
     def _worth_waiting(self, slot: int, origin: Origin, found: int, ahead: list[int]) -> bool:
         """True when a row ahead is about to compute much of what this one lacks: a page, or half of it."""
