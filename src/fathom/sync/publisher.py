@@ -260,11 +260,14 @@ class Publisher:
         """Whoever confirms serves the version; whoever does not is fenced, also when this is cancelled half-way."""
 
         async def switch(engine: Receiver) -> CommitReport:
+            probe = offer.probe if engine.id in self._by_behaviour else None
+            if probe is not None:
+                self._listener.doubts(engine.id)
             report = await engine.commit(offer.version, offer.mode)
             if report.version != offer.version:
                 raise EngineError(engine.id, f"committed {report.version.name} instead of {offer.version.name}")
-            if engine.id in self._by_behaviour and offer.probe is not None:
-                await offer.probe.check(engine, offer.version)
+            if probe is not None:
+                await probe.check(engine, offer.version)
             self._listener.serves(engine.id, report.version)
             return report
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from fathom.apps.cli.audit import audit
 from fathom.apps.cli.bench import bench
 from fathom.apps.cli.doctor import doctor
-from fathom.apps.cli.engines import engines
 from fathom.apps.cli.live.fleet import fleet
-from fathom.apps.cli.models import models
 from fathom.apps.cli.runs import runs
 from fathom.apps.cli.show import show
+from fathom.apps.cli.stock.engines import engines
+from fathom.apps.cli.stock.models import models
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
 from fathom.core.errors import ConfigError, FathomError

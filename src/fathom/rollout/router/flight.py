@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import final
 
 from fathom.core.errors import EngineError
@@ -28,8 +28,8 @@ class Flight:
         """True when it was discarded."""
         return bool(self._cut)
 
-    async def next(self, stream: AsyncIterator[GenerateChunk]) -> GenerateChunk:
-        """The next chunk of its stream.
+    async def next(self, stream: AsyncIterator[GenerateChunk], trusted: Callable[[], Awaitable[None]]) -> GenerateChunk:
+        """The next chunk of its stream, once its engine is `trusted`.
 
         Raises:
             EngineError: it was cut, or the engine failed.
@@ -38,7 +38,9 @@ class Flight:
         self._require_whole()
         try:
             async with asyncio.timeout(None) as self._waiting:
-                return await anext(stream)
+                chunk = await anext(stream)
+                await trusted()
+                return chunk
         except TimeoutError:
             self._require_whole()
             raise

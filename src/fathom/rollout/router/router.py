@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence, Set
+from functools import partial
 from typing import final
 
 from blake3 import blake3
@@ -42,6 +43,7 @@ class Router:
         self._load: Counter[EngineId] = Counter()
         self._failures: Counter[EngineId] = Counter()
         self._homes: OrderedDict[bytes, EngineId] = OrderedDict()
+        self._held: dict[EngineId, asyncio.Event] = {}
         self._landed = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -60,7 +62,7 @@ class Router:
             try:
                 while True:
                     try:
-                        chunk = await flight.next(stream)
+                        chunk = await flight.next(stream, partial(self._trusted, engine.id))
                     except StopAsyncIteration:
                         return
                     self._count(flight, chunk)
@@ -78,11 +80,21 @@ class Router:
         """The session has ended; its engine is no longer remembered."""
         self._homes.pop(_session(session_key), None)
 
+    def hold(self, engine: EngineId) -> None:
+        """Hand on nothing of what an engine generates until `release`, or until it is cut."""
+        self._held.setdefault(engine, asyncio.Event())
+
+    def release(self, engine: EngineId) -> None:
+        """Hand on again."""
+        if (held := self._held.pop(engine, None)) is not None:
+            held.set()
+
     def cut(self, engine: EngineId, reason: str) -> int:
         """Discard what an engine has not finished; returns how many generations that were."""
         flights = tuple(self._flights[engine])
         for flight in flights:
             flight.cut(reason)
+        self.release(engine)
         self._failures.pop(engine, None)
         return len(flights)
 
@@ -98,6 +110,10 @@ class Router:
         """Return when an engine has finished everything. It must not be among those that serve."""
         while self._flights[engine]:
             await self._landed.wait()
+
+    async def _trusted(self, engine: EngineId) -> None:
+        while (held := self._held.get(engine)) is not None:
+            await held.wait()
 
     # Where to -------------------------------------------------------------------------------------------------------
 

@@ -235,8 +235,13 @@ class Fleet:
 
     # News -----------------------------------------------------------------------------------------------------------
 
+    def doubts(self, engine: EngineId) -> None:
+        """See `Listener.doubts`."""
+        self.router.hold(engine)
+
     def serves(self, engine: EngineId, version: PolicyVersion) -> None:
         """See `Listener.serves`."""
+        self.router.release(engine)
         self._recorder.record(EngineServes(engine=engine, version=version))
 
     def fenced(self, engine: EngineId, reason: str) -> None:

@@ -28,8 +28,8 @@ from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 from fathom.rollout.engines.vllm.expected import Form, expected_tensors
 from fathom.rollout.engines.vllm.gate import Gate
 from fathom.rollout.engines.vllm.generation import Generation
-from fathom.rollout.engines.vllm.probing import probe
-from fathom.rollout.engines.vllm.process import VllmProcess
+from fathom.rollout.engines.vllm.launch.probing import probe
+from fathom.rollout.engines.vllm.launch.process import VllmProcess
 from fathom.rollout.engines.vllm.requests import generate_body, score_body, why_not_exact
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec

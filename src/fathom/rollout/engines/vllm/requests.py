@@ -9,7 +9,7 @@ import numpy as np
 from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import GenerateRequest, ScoreRequest
 from fathom.core.records.trajectory import KeptSets
-from fathom.rollout.engines.vllm.process import MODEL
+from fathom.rollout.engines.vllm.launch.process import MODEL
 from fathom.rollout.engines.vllm.wire import SampledLogprob
 
 LARGEST_KEPT = 1024

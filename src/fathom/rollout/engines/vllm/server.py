@@ -12,7 +12,7 @@ import msgspec
 
 from fathom.core.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId
-from fathom.rollout.engines.vllm.process import VllmProcess
+from fathom.rollout.engines.vllm.launch.process import VllmProcess
 from fathom.rollout.engines.vllm.wire import Answer, Facts, StagedFacts
 
 T = TypeVar("T")

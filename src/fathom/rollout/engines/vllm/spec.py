@@ -11,7 +11,7 @@ from fathom.config.rollout import EngineConfig
 from fathom.config.vllm import VllmConfig
 from fathom.core.ids import EngineId
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
-from fathom.rollout.engines.vllm.environment import default_folder
+from fathom.rollout.engines.vllm.launch.environment import default_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ SLOW = "slow"
 """Wait 10 ms at each step, so that a test can come between two tokens."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_WATCH_S = 0.5
 _MASK = (1 << 64) - 1
 
 
@@ -149,6 +151,7 @@ class WorkerExtension:
             _hook_sampling(runner)
             _hook_scoring(runner)
             runner.fathom_hooked = True
+            threading.Thread(target=_end_with_server, name="fathom-watch", daemon=True).start()
         config = self.vllm_config
         return {
             "protocol": PROTOCOL,
@@ -192,6 +195,22 @@ class WorkerExtension:
         if _staged.thread is not None:
             _staged.thread.join()
         _staged.digest = ""
+
+
+def _end_with_server() -> None:
+    """vLLM's engine process does not notice when the API server is killed; both are ancestors of this one."""
+    engine = os.getppid()
+    server = _parent_of(engine)
+    while os.getppid() == engine and _parent_of(engine) == server:
+        time.sleep(_WATCH_S)
+    if os.getppid() == engine:
+        os.kill(engine, signal.SIGKILL)
+    os._exit(1)
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
 
 
 def _faults() -> set[str]:

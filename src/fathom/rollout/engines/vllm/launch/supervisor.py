@@ -6,6 +6,7 @@ the parent is gone.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -17,17 +18,26 @@ import time
 _TERMINATE_S = 3.0
 _LOOK_S = 0.05
 _WATCH_S = 0.5
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux."""
 
 
 def main() -> int:
     """Return the command's exit code, or 128 and the signal that ended it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_supervisor
+    )
     signal.signal(signal.SIGTERM, lambda signum, frame: _end(process.pid))
     threading.Thread(target=_end_with_parent, args=(process.pid,), daemon=True).start()
     code = process.wait()
     _end(process.pid)
     return code if code >= 0 else 128 - code
+
+
+def _end_with_supervisor() -> None:
+    """Should this process be killed, the kernel kills the command; its own children end when it is gone."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _end_with_parent(group: int) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from fathom.config.families import Dtype
 from fathom.core.errors import ConfigError, EngineDeadError, EngineTimeoutError
 from fathom.rollout.engines.embedded.process import last_lines
-from fathom.rollout.engines.vllm.environment import command_of, require_environment
+from fathom.rollout.engines.vllm.launch.environment import command_of, require_environment
 from fathom.rollout.engines.vllm.spec import VllmSpec
 
 MODEL = "policy"
@@ -158,7 +158,7 @@ def _variables(spec: VllmSpec) -> dict[str, str]:
     """Its environment: this process's own, without what would reach into the server's packages."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_"))}
     return inherited | {
-        "PYTHONPATH": str(_HERE / "worker"),
+        "PYTHONPATH": str(_HERE.parent / "worker"),
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -9,7 +9,7 @@ from fathom.core.errors import ConfigError, EngineError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind
 from fathom.core.records.sampling import InFlightMode
-from fathom.rollout.engines.vllm.process import MODEL
+from fathom.rollout.engines.vllm.launch.process import MODEL
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.wire import Answer, Facts
 

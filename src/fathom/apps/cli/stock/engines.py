@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fathom.core.errors import ConfigError
-from fathom.rollout.engines.vllm import environment as vllm
+from fathom.rollout.engines.vllm.launch import environment as vllm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

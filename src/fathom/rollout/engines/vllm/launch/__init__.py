@@ -1,0 +1,1 @@
+"""From nothing to a server that was asked what it can do."""
