@@ -120,16 +120,22 @@ def choices(scaled: Tensor, kept: KeptSets) -> Iterator[Choice]:
     A set is filled up to a width that follows from its own size alone, so that its sums do not depend on others.
     """
     counts = np.diff(kept.offsets)
-    widths = np.where(counts == 0, 0, _width(counts))
+    full, cut = np.flatnonzero(counts == 0), np.flatnonzero(counts)
+    if len(full):
+        yield Choice(rows=full, ids=None, values=_rows(scaled, full))
+    if not len(cut):
+        return
+    widths = _width(counts[cut])
+    ids, present = (tensor.to(scaled.device) for tensor in _padded(kept, cut, int(widths.max())))
+    values = _rows(scaled, cut).gather(1, ids).masked_fill(~present, -torch.inf)  # one gather: one dense gradient
     for width in np.unique(widths).tolist():
         rows = np.flatnonzero(widths == width)
-        there = torch.from_numpy(rows).to(scaled.device)
-        if width == 0:
-            yield Choice(rows=rows, ids=None, values=scaled if len(rows) == len(counts) else scaled[there])
-        else:
-            ids, present = (tensor.to(scaled.device) for tensor in _padded(kept, rows, width))
-            values = scaled[there.unsqueeze(1), ids].masked_fill(~present, -torch.inf)
-            yield Choice(rows=rows, ids=ids, values=values)
+        yield Choice(rows=cut[rows], ids=_rows(ids, rows)[:, :width], values=_rows(values, rows)[:, :width])
+
+
+def _rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
+    """These rows, ascending; the tensor itself where they are all."""
+    return tensor if len(rows) == len(tensor) else tensor[torch.from_numpy(rows).to(tensor.device)]
 
 
 def _width(counts: np.ndarray) -> np.ndarray:
