@@ -122,7 +122,7 @@ class Routing:
         """
         started = time.perf_counter()
         tokens = len(self._chosen)
-        self._chosen[:, layer] = chosen[:tokens].to(self._chosen.dtype)
+        self._chosen[:, layer].copy_(chosen[:tokens])
         if self._margins is not None:
             self._margins[:, layer] = rule.margin(logits[:tokens].detach(), chosen[:tokens])
         used = None
@@ -192,11 +192,13 @@ def expert_shape(model: PreTrainedModel) -> ExpertShape | None:
 def install_routing(model: PreTrainedModel, family: ModelFamily) -> None:
     """Let a `Routing` given to the model's forward see, and replace, what its routers choose.
 
+    The model stays where it is from now on, and of its type.
+
     A layer's attention is handed the forward's arguments, its router is not; they run in this order, also where a
     backward computes the layer again. So each layer keeps what its attention was given until its router has run.
     """
     for place, layer in enumerate(_expert_layers(model)):
-        seat = _Seat(place, family)
+        seat = _Seat(place, gate_rule(family, layer.mlp.gate))
         layer.self_attn.register_forward_pre_hook(seat.sit, with_kwargs=True)
         layer.mlp.gate.register_forward_hook(seat.rise)
 
@@ -232,9 +234,9 @@ def _expert_layers(model: PreTrainedModel) -> list[Any]:
 class _Seat:
     """What one layer was given, between its attention and its router."""
 
-    def __init__(self, place: int, family: ModelFamily) -> None:
+    def __init__(self, place: int, rule: GateRule) -> None:
         self._place = place
-        self._family = family
+        self._rule = rule
         self._routing: Routing | None = None
 
     def sit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -247,5 +249,5 @@ class _Seat:
         if routing is None:
             return None
         logits, _, chosen = output
-        used = routing.route(self._place, gate_rule(self._family, module), logits, chosen)
+        used = routing.route(self._place, self._rule, logits, chosen)
         return (logits, *used) if used is not None else None
