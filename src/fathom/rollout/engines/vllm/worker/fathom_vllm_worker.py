@@ -24,6 +24,7 @@ import torch
 import vllm
 from blake3 import blake3
 from safetensors import safe_open
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -150,6 +151,7 @@ class WorkerExtension:
         if not getattr(runner, "fathom_hooked", False):
             _hook_sampling(runner)
             _hook_scoring(runner)
+            SpinCondition.record_read = _note_no_read
             runner.fathom_hooked = True
             threading.Thread(target=_end_with_server, name="fathom-watch", daemon=True).start()
         config = self.vllm_config
@@ -195,6 +197,11 @@ class WorkerExtension:
         if _staged.thread is not None:
             _staged.thread.join()
         _staged.digest = ""
+
+
+def _note_no_read(condition: SpinCondition) -> None:
+    """A worker spins for a second after each message, and a look at its health is one: it would never stop. Without a
+    time of the last read it sleeps until it is notified, and leaves the core to the trainer."""
 
 
 def _end_with_server() -> None:
