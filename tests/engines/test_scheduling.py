@@ -212,6 +212,19 @@ def test_the_oldest_group_goes_first_and_the_newest_gives_way() -> None:
     assert ended == [0, 1, 2]
 
 
+def test_who_cannot_run_yet_takes_no_place_from_an_older_group() -> None:
+    loop = turns(pages=10)
+    loop.submit(BASE[:36], 3)
+    later = [loop.submit((50 + own, *BASE[:11]), 1, priority=1) for own in range(5)]
+    loop.turn()
+    older = [loop.submit((40 + own, *BASE[:19]), 1, priority=0) for own in range(2)]
+    while any(stream.empty() for stream in older):
+        loop.turn()
+        assert all(stream.empty() for stream in later)
+    for done in loop.finish():
+        check(done)
+
+
 def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
     loop = turns(pages=12)
     loop.submit(BASE[:24], 8)

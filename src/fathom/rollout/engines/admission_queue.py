@@ -51,14 +51,23 @@ class AdmissionQueue(Generic[Entry]):
         for member in sorted(present, key=lambda other: other.request.request_id):
             self._enter(member, priority)
 
-    def pop(self, pinned_only: bool) -> Entry | None:
+    def first(self, pinned_only: bool) -> Entry | None:
         """Whose turn it is. None: nobody's. `pinned_only`: leave those that follow the live version (a drain)."""
+        heap = self._first(pinned_only)
+        return heap[0][2] if heap else None
+
+    def pop(self, pinned_only: bool) -> Entry | None:
+        """The same, and it waits no more."""
+        heap = self._first(pinned_only)
+        return heapq.heappop(heap)[2] if heap else None
+
+    def _first(self, pinned_only: bool) -> list[tuple[int, int, Entry]]:
+        """The heap whose first entry is the one. Empty: there is none."""
         heaps = [self._pinned] if pinned_only else [self._open, self._pinned]
         for heap in heaps:
             while heap and heap[0][2].ended:
                 heapq.heappop(heap)
-        ready = [heap for heap in heaps if heap]
-        return heapq.heappop(min(ready, key=lambda heap: heap[0][:2]))[2] if ready else None
+        return min((heap for heap in heaps if heap), key=lambda heap: heap[0][:2], default=[])
 
     def _enter(self, entry: Entry, priority: int) -> None:
         self._arrivals += 1

@@ -88,8 +88,10 @@ class Scheduler:
         while not self._calls.empty():
             self._calls.get()()
         self._finish_drain()
-        while self._decoder.free and (job := self._waiting.pop(pinned_only=self._drain is not None)) is not None:
+        pinned_only = self._drain is not None
+        while (job := self._waiting.first(pinned_only)) is not None and self._decoder.can_start(job):
             self._decoder.start(job)
+            self._waiting.pop(pinned_only)
         busy = bool(self._decoder.jobs or self._scores)
         for slot in self._decoder.step(self._weights.live):
             self._end(slot)

@@ -68,17 +68,22 @@ class Decoder:
         return self._forward.has_experts
 
     @property
-    def free(self) -> int:
-        """Sequences that could be started now."""
-        return self._table.free
-
-    @property
     def jobs(self) -> dict[int, Job]:
         """Running jobs by slot."""
         return self._jobs
 
+    def can_start(self, job: Job) -> bool:
+        """There is a slot, and memory for the job beside those that have a slot and no memory yet.
+
+        So what cannot run waits in the queue, where whoever comes first goes first.
+        """
+        table, memory = self._table, self._memory
+        waiting = table.length[table.active & (memory.held == 0)]
+        lengths = np.append(waiting, len(job.request.prompt_ids))
+        return table.free > 0 and int((-(-lengths // memory.page_tokens)).sum()) <= memory.available
+
     def start(self, job: Job) -> None:
-        """Give a job a free slot."""
+        """Give a job a free slot; `can_start` must have said so."""
         slot = self._table.open(job.request)
         self._endings.open(slot, job.request)
         self._routes.open(slot, wanted=job.request.want_routes)

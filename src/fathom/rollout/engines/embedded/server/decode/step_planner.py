@@ -95,7 +95,7 @@ class StepPlanner:
             room -= take
 
     def _spare(self) -> int:
-        """Pages to leave when a context begins: one for each sequence that will need more, or it would soon give way."""
+        """Pages to leave when a context begins: one for each sequence that needs more, lest it soon give way."""
         table, memory = self._table, self._memory
         growing = (memory.held > 0) & (memory.held * memory.page_tokens < table.limit - 1)
         return int(np.count_nonzero(growing))
