@@ -118,7 +118,9 @@ def trajectory(
 def routed(record: Trajectory) -> Trajectory:
     """The same with the routes of 3 layers, 2 experts per token."""
     branch = record.payload.branches[0]
-    ids = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.uint8), (len(branch.token_ids) - 1, 3, 1)), axis=2)
+    ids = np.random.default_rng(0).permuted(
+        np.tile(np.arange(8, dtype=np.uint8), (len(branch.token_ids) - 1, 3, 1)), axis=2
+    )
     with_routes = msgspec.structs.replace(branch, routes=np.ascontiguousarray(ids[..., :2]))
     payload = msgspec.structs.replace(record.payload, branches=(with_routes,))
     return msgspec.structs.replace(record, payload=payload)
