@@ -53,6 +53,7 @@ SLOW = "slow"
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _WATCH_S = 0.5
+_SPIN_S = 0.02
 _MASK = (1 << 64) - 1
 
 
@@ -151,7 +152,7 @@ class WorkerExtension:
         if not getattr(runner, "fathom_hooked", False):
             _hook_sampling(runner)
             _hook_scoring(runner)
-            SpinCondition.record_read = _note_no_read
+            SpinCondition.record_read = _note_read
             runner.fathom_hooked = True
             threading.Thread(target=_end_with_server, name="fathom-watch", daemon=True).start()
         config = self.vllm_config
@@ -199,9 +200,11 @@ class WorkerExtension:
         _staged.digest = ""
 
 
-def _note_no_read(condition: SpinCondition) -> None:
-    """A worker spins for a second after each message, and a look at its health is one: it would never stop. Without a
-    time of the last read it sleeps until it is notified, and leaves the core to the trainer."""
+def _note_read(condition: SpinCondition) -> None:
+    """A worker spins for a second after each message, and a look at its health is one: it would never stop, on a core
+    that the trainer needs. Not at all would be too little: of messages in quick succession one can go unnoticed."""
+    condition.last_read = time.monotonic()
+    condition.busy_loop_s = _SPIN_S
 
 
 def _end_with_server() -> None:
