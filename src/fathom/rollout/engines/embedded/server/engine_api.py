@@ -26,6 +26,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.wire import FrameReader, frame
 from fathom.rollout.engines.embedded.messages import (
+    FRAMES,
     AbortCall,
     CommitCall,
     Done,
@@ -39,7 +40,7 @@ from fathom.rollout.engines.embedded.messages import (
 )
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
-from fathom.rollout.engines.embedded.server.streaming import FRAMES, Streaming
+from fathom.rollout.engines.embedded.server.streaming import Streaming
 from fathom.sync.digest import digest, wrong_tensors
 from fathom.sync.transports.receive import receive
 

@@ -10,11 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from fathom.core.ports.engine import GenerateChunk
 from fathom.core.wire import frame
-from fathom.rollout.engines.embedded.messages import Streamed, StreamFrame
+from fathom.rollout.engines.embedded.messages import FRAMES, Streamed, StreamFrame
 from fathom.rollout.engines.embedded.server.job import Stream
-
-FRAMES = "application/x-fathom-frames"
-"""Media type of every body."""
 
 
 @final
