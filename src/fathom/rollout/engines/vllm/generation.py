@@ -78,6 +78,8 @@ class Generation:
             kernels=kernels,
             prompt_hash=blake3(self.request.prompt_ids.tobytes()).hexdigest(),
             cached_tokens=self._cached,
+            drafted_tokens=0,
+            accepted_tokens=0,
             queue_s=self._sent_s - self._arrived_s,
             generate_s=now - self._sent_s,
         )

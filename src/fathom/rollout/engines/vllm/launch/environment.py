@@ -35,6 +35,8 @@ _CHECK = (
 )
 _CHECK_S = 300.0
 _LAST_LINES = 15
+_SAID = 100
+"""Characters of a line that are said."""
 Say = Callable[[str], None]
 
 
@@ -151,7 +153,7 @@ def _run(command: list[str], say: Say, timeout_s: float | None = None) -> str:
         for line in process.stdout:
             lines.append(line.rstrip())
             if line.startswith(("Collecting", "  Downloading", "Installing collected")):
-                say(line.strip())
+                say(line.strip()[:_SAID])
         code = process.wait(timeout_s)
     if code != 0:
         last = "\n".join(lines[-_LAST_LINES:])
