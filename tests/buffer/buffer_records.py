@@ -56,6 +56,8 @@ def branch(tokens: Sequence[Token], *, parent: int | None = None) -> TokenBranch
         finish_reason=FinishReason.STOP,
         prompt_hash="",
         cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
         queue_s=0.0,
         generate_s=0.0,
     )

@@ -40,6 +40,8 @@ def turn(start: int, end: int, sampling: SamplingParams | None = None) -> Turn:
         finish_reason=FinishReason.STOP,
         prompt_hash="00",
         cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
         queue_s=0.0,
         generate_s=0.1,
     )

@@ -28,6 +28,8 @@ END = GenerateEnd(
     kernels="k",
     prompt_hash="",
     cached_tokens=0,
+    drafted_tokens=0,
+    accepted_tokens=0,
     queue_s=0.0,
     generate_s=0.0,
 )

@@ -13,6 +13,7 @@ from fathom.core.ports.engine import Barrier, Capabilities, DigestKind, Generate
 from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
 from fathom.rollout.engines.conformance.subject import Generated
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.decode.draft.proposer import Proposer
 from fathom.rollout.engines.embedded.server.decode.forward import Forward
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
@@ -33,6 +34,7 @@ class Turns:
     step: int = 16
     pages: int = 4
     page_tokens: int = 32
+    proposer: Proposer | None = None
     live: int = 0
     streams: list[tuple[GenerateRequest, Stream]] = field(default_factory=list)
     names: count = field(default_factory=count)
@@ -46,6 +48,8 @@ class Turns:
             step_tokens=self.step,
             pages=self.pages,
             page_tokens=self.page_tokens,
+            proposer=self.proposer,
+            draft_tokens=4,
         )
         capabilities = Capabilities(
             kept_sets=True,
@@ -59,6 +63,7 @@ class Turns:
             transports=frozenset(),
             digest=DigestKind.MEMORY,
             max_context_tokens=self.context,
+            logit_bias=True,
         )
         deliver = lambda chunks: [stream.put_nowait(chunk) for stream, chunk in chunks] and None  # noqa: E731
         self.scheduler = Scheduler(EngineId("e"), capabilities, self.decoder, self.weights, deliver)

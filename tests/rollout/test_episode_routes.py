@@ -32,6 +32,8 @@ def chunk(
         kernels="sdpa",
         prompt_hash=prompt_hash(PROMPT),
         cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
         queue_s=0.0,
         generate_s=1.0,
     )

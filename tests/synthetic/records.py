@@ -54,6 +54,8 @@ def branch(
         finish_reason=finish,
         prompt_hash="c" * 64,
         cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
         queue_s=0.01,
         generate_s=0.1,
     )

@@ -226,6 +226,8 @@ def _turn(prompt_ids: np.ndarray, num_sampled: int, end: GenerateEnd, sampling: 
         finish_reason=end.finish_reason,
         prompt_hash=end.prompt_hash,
         cached_tokens=end.cached_tokens,
+        drafted_tokens=end.drafted_tokens,
+        accepted_tokens=end.accepted_tokens,
         queue_s=end.queue_s,
         generate_s=end.generate_s,
     )

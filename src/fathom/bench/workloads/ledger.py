@@ -118,6 +118,8 @@ def _branch(length: int, random: np.random.Generator) -> TokenBranch:
         finish_reason=FinishReason.STOP,
         prompt_hash=_HASH,
         cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
         queue_s=0.0,
         generate_s=0.0,
     )

@@ -117,6 +117,10 @@ class GenerateEnd(msgspec.Struct, frozen=True, tag="generate_end.1"):
     """BLAKE3 (hex) of the executed int32 prompt ids."""
     cached_tokens: int
     """Prompt tokens from the prefix cache."""
+    drafted_tokens: int
+    """Tokens guessed by speculation and checked by the model. 0: there was none."""
+    accepted_tokens: int
+    """Of those, guesses that were right and saved a forward."""
     queue_s: float
     """Seconds from arrival to the first computation."""
     generate_s: float

@@ -110,6 +110,10 @@ class Turn(msgspec.Struct, frozen=True, tag="turn.1"):
     """BLAKE3 (hex) of the int32 prompt ids that the engine executed, reported by the engine."""
     cached_tokens: int
     """Prompt tokens taken from a prefix cache."""
+    drafted_tokens: int
+    """Tokens guessed by speculation and checked by the model. 0: there was none."""
+    accepted_tokens: int
+    """Of those, guesses that were right and saved a forward."""
     queue_s: float
     """Seconds from arrival at the engine to the first computation."""
     generate_s: float

@@ -113,6 +113,8 @@ class Generation:
             kernels="scripted",
             prompt_hash=blake3(self.request.prompt_ids.astype(np.int32).tobytes()).hexdigest(),
             cached_tokens=self._cached_tokens,
+            drafted_tokens=0,
+            accepted_tokens=0,
             queue_s=0.0,
             generate_s=0.0,
         )

@@ -69,13 +69,17 @@ class ChunkWriter:
             kept=_take_kept(job) if request.sampling.truncates else None,
             raw_logprobs=np.empty(0, np.float32) if request.want_raw_logprobs else None,
             routes=None,
-            end=self._ending(job, FinishReason.ABORTED, request.prompt_ids),
+            end=self._ending(job, FinishReason.ABORTED, request.prompt_ids, drafted=0, accepted=0),
         )
 
     def _end(self, slot: int, job: Job, finish: FinishReason) -> GenerateEnd:
-        return self._ending(job, finish, self._table.tokens[slot, : self._table.prompt[slot]])
+        table = self._table
+        drafted, accepted = int(table.drafted[slot]), int(table.accepted[slot])
+        return self._ending(job, finish, table.tokens[slot, : table.prompt[slot]], drafted=drafted, accepted=accepted)
 
-    def _ending(self, job: Job, finish: FinishReason, executed: np.ndarray) -> GenerateEnd:
+    def _ending(
+        self, job: Job, finish: FinishReason, executed: np.ndarray, *, drafted: int, accepted: int
+    ) -> GenerateEnd:
         now_s = time.monotonic()
         started_s = now_s if job.started_s is None else job.started_s
         return GenerateEnd(
@@ -85,6 +89,8 @@ class ChunkWriter:
             kernels=self._kernels,
             prompt_hash=blake3(executed.tobytes()).hexdigest(),
             cached_tokens=job.cached_tokens,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
             queue_s=started_s - job.arrived_s,
             generate_s=now_s - started_s,
         )

@@ -1,5 +1,8 @@
 """Running sequences: each step computes what the planner chose, and samples a token where a context is complete.
 
+Where the planner let drafts be computed too, a step samples after each of them as if it had been alone, and goes on
+with the sequence while what it sampled is what was drafted: the tokens are those of one step after the other.
+
 Letters: B rows of a step, T its tokens, N positions, V vocabulary.
 """
 
@@ -14,9 +17,12 @@ from torch import Tensor
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import FinishReason
+from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.embedded.messages import Failure, FailureKind, RequestFailure, Streamed
 from fathom.rollout.engines.embedded.server.decode.chunk_writer import ChunkWriter
 from fathom.rollout.engines.embedded.server.decode.contexts import Contexts
+from fathom.rollout.engines.embedded.server.decode.draft.proposer import Proposer
+from fathom.rollout.engines.embedded.server.decode.draft.speculation import Speculation
 from fathom.rollout.engines.embedded.server.decode.endings import Endings
 from fathom.rollout.engines.embedded.server.decode.forward import Batch, Forward
 from fathom.rollout.engines.embedded.server.decode.route_book import RouteBook
@@ -45,9 +51,12 @@ class Decoder:
         pages: int,
         page_tokens: int,
         decode: Decode | None = None,
+        proposer: Proposer | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         """`slots` sequences of at most `max_tokens` tokens; `step_tokens` in one forward; `pages` of KV memory;
-        `decode` for stop strings (None: no request has any)."""
+        `decode` for stop strings (None: no request has any); `proposer` drafts up to `draft_tokens` tokens for each
+        sequence (None: no speculation)."""
         self.vocab_size = forward.vocab_size
         self._forward = forward
         self._table = SlotTable(slots, max_tokens)
@@ -55,7 +64,8 @@ class Decoder:
             slots=slots, max_tokens=max_tokens, pages=pages, page_tokens=page_tokens, copy_page=forward.copy_page
         )
         self._contexts = Contexts(self._table, self._memory)
-        self._planner = StepPlanner(self._table, self._memory, self._contexts, step_tokens)
+        self._speculation = None if proposer is None else Speculation(self._table, proposer, draft_tokens, step_tokens)
+        self._planner = StepPlanner(self._table, self._memory, self._contexts, step_tokens, self._speculation)
         self._endings = Endings(self._table, forward.vocab_size, decode)
         self._routes = RouteBook(self._table, self._memory, forward)
         self._writer = ChunkWriter(engine, forward, self._table, self._routes)
@@ -87,13 +97,15 @@ class Decoder:
         slot = self._table.open(job.request)
         self._endings.open(slot, job.request)
         self._routes.open(slot, wanted=job.request.want_routes)
+        if self._speculation is not None:
+            self._speculation.open(slot, job.request)
         self._jobs[slot] = job
 
     def step(self, live: WeightSet) -> list[int]:
         """One forward for each set of weights in use. Returns slots whose sequence has ended."""
         ended: list[int] = []
         for weights, part in self._by_weights(self._planner.plan(self._jobs, live), live):
-            ended += self._compute(weights, part.rows, part.lengths)
+            ended += self._compute(weights, part)
         return ended
 
     def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
@@ -154,56 +166,80 @@ class Decoder:
         weights = [self._jobs[slot].pinned or live for slot in plan.rows.tolist()]
         for each in sorted(dict.fromkeys(weights), key=lambda each: each is not live):
             chosen = np.array([its is each for its in weights])
-            yield each, StepPlan(rows=plan.rows[chosen], lengths=plan.lengths[chosen])
+            yield each, StepPlan(rows=plan.rows[chosen], lengths=plan.lengths[chosen], drafts=plan.drafts[chosen])
 
-    def _compute(self, weights: WeightSet, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """One forward, and one token for each row whose context it completes. Returns rows that ended."""
-        table = self._table
+    def _compute(self, weights: WeightSet, plan: StepPlan) -> list[int]:
+        """One forward, and tokens for each row whose context it completes. Returns rows that ended."""
+        table, rows, lengths = self._table, plan.rows, plan.lengths
         complete = table.computed[rows] + lengths == table.length[rows]
-        batch = self._batch(rows, lengths, complete)
+        batch = self._batch(plan, complete)
         self._writer.name(weights)
         logits = self._forward.logits(weights, batch)
         self._contexts.advance(rows, lengths, weights.number)
+        ended = self._sample(logits, rows[complete], plan.drafts[complete], weights) if complete.any() else []
         self._routes.collect(rows)
         for slot in rows[lengths > 1].tolist():
             self._contexts.remember(slot)
-        return self._sample(logits, rows[complete], weights) if complete.any() else []
+        return ended
 
-    def _batch(self, rows: np.ndarray, lengths: np.ndarray, complete: np.ndarray) -> Batch:
+    def _batch(self, plan: StepPlan, complete: np.ndarray) -> Batch:
+        rows, lengths = plan.rows, plan.lengths + plan.drafts
         starts, ends = self._table.computed[rows], np.cumsum(lengths)
-        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        positions = _spans(starts, lengths)
         return Batch(
             tokens=self._table.tokens[np.repeat(rows, lengths), positions],
             positions=positions,
             tables=self._memory.tables(rows),
             starts=starts,
             lengths=lengths,
-            sampled=(ends - 1)[complete],
+            sampled=_spans(ends[complete] - plan.drafts[complete] - 1, plan.drafts[complete] + 1),
             routed=self._routes.wants(rows),
         )
 
-    def _sample(self, logits: Tensor, rows: np.ndarray, weights: WeightSet) -> list[int]:
-        """Draw one token per row and write it down. Returns rows that ended."""
-        table, jobs = self._table, [self._jobs[slot] for slot in rows.tolist()]
+    def _sample(self, logits: Tensor, rows: np.ndarray, drafts: np.ndarray, weights: WeightSet) -> list[int]:
+        """Draw after each row and each of its drafts; write down what follows from tokens drawn. Returns rows that
+        ended."""
+        table, counts = self._table, drafts + 1
+        jobs = [self._jobs[slot] for slot in np.repeat(rows, counts).tolist()]
         drawn = draw(
             logits,
             [job.request.sampling for job in jobs],
-            uniforms(table.seed[rows], table.length[rows]),
+            uniforms(np.repeat(table.seed[rows], counts), _spans(table.length[rows], counts)),
             any(job.request.want_raw_logprobs for job in jobs),
         )
+        first, ended = np.cumsum(counts) - counts, np.zeros(len(rows), np.bool_)
+        given, going = np.zeros(len(rows), np.int64), np.arange(len(rows))
+        while len(going):
+            at, slots = first[going] + given[going], rows[going]
+            right = table.tokens[slots, table.length[slots]] == drawn.token_ids[at]
+            ended[going] = self._append(drawn, at, slots, jobs, weights)
+            given[going] += 1
+            going = going[right & (given[going] <= drafts[going]) & ~ended[going]]
+            self._contexts.advance(rows[going], np.ones(len(going), np.int64), weights.number)
+        if self._speculation is not None:
+            self._speculation.settle(rows, drafts, given - 1)
+        return rows[ended].tolist()
+
+    def _append(self, drawn: Draw, at: np.ndarray, rows: np.ndarray, jobs: list[Job], weights: WeightSet) -> np.ndarray:
+        """Write down one token for each row, the one drawn `at` there. bool [B]: it was the last of its row."""
+        table, logprobs = self._table, drawn.logprobs[at]
         if drawn.raw_logprobs is not None:
-            table.raw_logprobs[rows, table.length[rows]] = drawn.raw_logprobs
-        table.append(rows, drawn.token_ids, drawn.logprobs, weights.number)
-        _keep(drawn, jobs)
-        bad = ~np.isfinite(drawn.logprobs)
+            table.raw_logprobs[rows, table.length[rows]] = drawn.raw_logprobs[at]
+        table.append(rows, drawn.token_ids[at], logprobs, weights.number)
+        if drawn.kept is not None:
+            _keep(drawn.kept, at, jobs)
+        bad = ~np.isfinite(logprobs)
         self._broken.update(rows[bad].tolist())
-        return rows[bad | self._endings.ended(rows)].tolist()
+        return bad | self._endings.ended(rows)
 
 
-def _keep(drawn: Draw, jobs: list[Job]) -> None:
-    """Hand each job that truncates the kept set of its new token."""
-    if drawn.kept is None:
-        return
-    for index, job in enumerate(jobs):
-        if job.request.sampling.truncates:
-            job.kept.append(drawn.kept.ids[drawn.kept.offsets[index] : drawn.kept.offsets[index + 1]])
+def _spans(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64: `counts[b]` numbers from `begins[b]` on, one span after the other."""
+    return np.arange(counts.sum()) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+
+
+def _keep(kept: KeptSets, at: np.ndarray, jobs: list[Job]) -> None:
+    """Hand each job that truncates the kept set of its new token, the one drawn `at` there."""
+    for index in at.tolist():
+        if jobs[index].request.sampling.truncates:
+            jobs[index].kept.append(kept.ids[kept.offsets[index] : kept.offsets[index + 1]])

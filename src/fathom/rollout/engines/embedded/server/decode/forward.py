@@ -19,7 +19,7 @@ from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """One packed forward: single tokens of sequences that decode, then chunks of contexts to compute."""
+    """One packed forward: the last tokens of sequences that decode, each with its drafts, then chunks of contexts."""
 
     tokens: np.ndarray
     """int32 [T]: new tokens, sequence after sequence."""

@@ -37,8 +37,13 @@ class SlotTable:
         """Length at which the sequence ends."""
         self.kv_oldest = np.zeros(slots, np.int32)
         """Oldest version number behind the KV."""
+        self.drafted = np.zeros(slots, np.int64)
+        """Tokens that were drafted and computed,"""
+        self.accepted = np.zeros(slots, np.int64)
+        """and those of them after which the same forward gave one token more."""
         self.seed = np.zeros(slots, np.uint64)
         self.tokens = np.zeros((slots, max_tokens), np.int32)
+        """During a step, drafts lie after the first `length`."""
         self.logprobs = np.zeros((slots, max_tokens), np.float32)
         self.raw_logprobs = np.zeros((slots, max_tokens), np.float32)
         self.policy_version = np.zeros((slots, max_tokens), np.int32)
@@ -59,7 +64,7 @@ class SlotTable:
         self.priority[slot], self.started[slot] = request.priority, self._starts
         self._starts += 1
         self.prompt[slot] = self.length[slot] = self.sent[slot] = size
-        self.computed[slot] = 0
+        self.computed[slot] = self.drafted[slot] = self.accepted[slot] = 0
         self.limit[slot] = min(size + request.max_new_tokens, self._max_tokens)
         self.seed[slot] = request.seed
         self.tokens[slot, :size] = request.prompt_ids

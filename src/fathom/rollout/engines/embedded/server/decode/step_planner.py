@@ -1,5 +1,7 @@
 """What the next forward computes: tokens of sequences that decode first, then chunks of contexts, oldest group first.
 
+With speculation, drafts take what is then left of a small step, and pages that nobody is about to need.
+
 Pages are given in the same order. When they run out, the sequence served last gives up all of its pages; its tokens
 stay, and its context is computed again when there is room. A context is begun only when all of it fits, and none
 overtakes one that does not: so whoever is first always gets on, and nobody starves.
@@ -16,6 +18,7 @@ from typing import final
 import numpy as np
 
 from fathom.rollout.engines.embedded.server.decode.contexts import Contexts, Origin, origin_of
+from fathom.rollout.engines.embedded.server.decode.draft.speculation import Speculation
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
 from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.kv.kv_memory import KvMemory
@@ -31,13 +34,22 @@ class StepPlan:
     """int64 [B]: slots."""
     lengths: np.ndarray
     """int64 [B]: tokens to compute of each."""
+    drafts: np.ndarray
+    """int64 [B]: drafted tokens to compute after those."""
 
 
 @final
 class StepPlanner:
     """Chooses rows and gives them pages."""
 
-    def __init__(self, table: SlotTable, memory: KvMemory, contexts: Contexts, step_tokens: int) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        memory: KvMemory,
+        contexts: Contexts,
+        step_tokens: int,
+        speculation: Speculation | None,
+    ) -> None:
         """At most `step_tokens` tokens are computed at once; each slot can decode one of them, with some to spare."""
         if step_tokens <= len(table.active):
             raise ValueError(
@@ -47,6 +59,7 @@ class StepPlanner:
         self._memory = memory
         self._contexts = contexts
         self._step_tokens = step_tokens
+        self._speculation = speculation
 
     def plan(self, jobs: Mapping[int, Job], live: WeightSet) -> StepPlan:
         """The next step of the running `jobs` (by slot). Empty: nothing runs."""
@@ -55,8 +68,12 @@ class StepPlanner:
         decodes = (self._memory.held[rows] > 0) & (table.computed[rows] == table.length[rows] - 1)
         chosen = dict.fromkeys(rows[decodes].tolist(), 1)
         self._make_room(rows, rows[decodes], chosen)
+        decoding = len(chosen)
         self._add_chunks(rows[~decodes], chosen, jobs, live)
-        return StepPlan(rows=np.array(list(chosen), np.int64), lengths=np.array(list(chosen.values()), np.int64))
+        rows, lengths = np.array(list(chosen), np.int64), np.array(list(chosen.values()), np.int64)
+        drafts = np.zeros(len(rows), np.int64)
+        drafts[:decoding] = self._draft(rows[:decoding], int(lengths.sum()))
+        return StepPlan(rows=rows, lengths=lengths, drafts=drafts)
 
     def _make_room(self, ranked: np.ndarray, decoding: np.ndarray, chosen: dict[int, int]) -> None:
         """Give each row that decodes the page for its next token, at the expense of those served last."""
@@ -93,6 +110,18 @@ class StepPlanner:
             take = min(int(table.length[slot] - table.computed[slot]), room)
             chosen[slot] = take
             room -= take
+
+    def _draft(self, rows: np.ndarray, planned: int) -> np.ndarray:
+        """int64 [B]: tokens drafted of rows that decode; none that has no page."""
+        if self._speculation is None or not len(rows):
+            return np.zeros(len(rows), np.int64)
+        memory, length = self._memory, self._table.length[rows]
+        most = self._speculation.wanted(rows, planned)
+        lacking = memory.held[rows] * memory.page_tokens < length + most
+        for slot, needed in zip(rows[lacking].tolist(), (length + most)[lacking].tolist(), strict=True):
+            while memory.held[slot] * memory.page_tokens < needed and memory.available > self._spare():
+                memory.grow(slot)
+        return self._speculation.draft(rows, np.minimum(most, memory.held[rows] * memory.page_tokens - length))
 
     def _spare(self) -> int:
         """Pages to leave when a context begins: one for each sequence that needs more, lest it soon give way."""

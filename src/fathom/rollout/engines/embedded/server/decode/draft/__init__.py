@@ -1,0 +1,1 @@
+"""Drafts: guesses of the next tokens, which the model's own forward then confirms or not."""
