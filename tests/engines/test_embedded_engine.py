@@ -15,7 +15,7 @@ import pytest
 import torch
 from shelf import Shelf, tiny_folder
 
-from fathom.config.families import Dtype
+from fathom.config.families import Dtype, Speculation
 from fathom.core.errors import ConfigError, EngineDeadError, EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Barrier, ScoreRequest
@@ -97,6 +97,14 @@ def pressed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield made
 
 
+@pytest.fixture(scope="module")
+def drafting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """With speculation."""
+    tmp_path = tmp_path_factory.mktemp("drafting")
+    with benched(replace(make_spec(folder, tmp_path), speculation=Speculation.NGRAM), tmp_path) as made:
+        yield made
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Case, bench: Bench) -> None:
     bench.runner.run(case(bench.subject))
@@ -106,6 +114,32 @@ def test_conformance(case: Case, bench: Bench) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_conformance_with_too_little_memory(case: Case, pressed: Bench) -> None:
     pressed.runner.run(case(pressed.subject))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_conformance_with_speculation(case: Case, drafting: Bench) -> None:
+    drafting.runner.run(case(drafting.subject))
+
+
+def test_a_draft_model_drafts_and_one_that_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        spec = replace(make_spec(folder, tmp_path), speculation=Speculation.DRAFT_MODEL, draft_model_folder=folder)
+        shelf = Shelf(folder, DiskTransport(tmp_path))
+        async with launched(spec, shelf) as engine:
+            subject = Subject(engine, shelf.publish, shelf.model.shape.vocab_size)
+            manifest, source = await shelf.publish_weights(1, shelf.model.weights())
+            await engine.stage(manifest, source)
+            await engine.verify()
+            await engine.commit(manifest.version, InFlightMode.CONTINUE)
+            done = await subject.run(subject.request(new=100))
+            assert done.end.accepted_tokens > 70, "nearly all: both models are the same"
+        other = tmp_path / "other"
+        other.mkdir()
+        with pytest.raises(ConfigError, match=f"{other} has no config.json"):
+            await EmbeddedEngine.launch(replace(spec, draft_model_folder=other))
+
+    asyncio.run(run())
 
 
 def test_every_call_needs_the_token(bench: Bench) -> None:

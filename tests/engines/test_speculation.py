@@ -1,5 +1,6 @@
 """Speculation changes how many tokens a step makes, and nothing else: same tokens, log-probabilities, kept sets."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,14 @@ from shelf import Shelf, tiny_folder
 from test_scheduling import ACTIONS, BASE, SAMPLINGS, check, submit
 from turns import Turns
 
+from fathom.core.errors import ConfigError
 from fathom.core.ports.engine import Barrier, GenerateRequest
 from fathom.core.records.bias import LogitBias
 from fathom.core.records.sampling import FinishReason, InFlightMode, SamplingParams
 from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
+from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.conformance.subject import Generated
 from fathom.rollout.engines.embedded.server.decode.draft.model_proposer import ModelProposer
 from fathom.rollout.engines.embedded.server.decode.draft.ngram_proposer import NgramProposer
@@ -29,6 +32,7 @@ from fathom.rollout.engines.embedded.server.decode.scripted_forward import Scrip
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
 from fathom.rollout.engines.uniforms import uniforms
 from fathom.sync.transports.disk import DiskTransport
+from fathom.text.characters import save_character_tokenizer
 
 
 @dataclass
@@ -253,8 +257,8 @@ class Small:
         )
 
     def draft_model(self) -> Proposer:
-        model = LanguageModel.load(self.folder, self.shelf.model.dtype, "cpu")
-        return ModelProposer(model, slots=3, max_tokens=100, step_tokens=16)
+        model = self.shelf.model
+        return ModelProposer.load(self.folder, model, self.folder, slots=3, max_tokens=100, step_tokens=16)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -298,6 +302,33 @@ def test_a_draft_model_with_the_models_own_weights_is_always_right(small: Small)
         loop.submit(tuple(range(1, 41)), 51)
         (done,) = loop.finish()
     assert done.end.accepted_tokens == done.end.drafted_tokens > 35
+
+
+def other_vocabulary(folder: Path, change: Callable[[dict[str, int]], None]) -> Path:
+    """A tiny model whose tokenizer differs."""
+    folder.mkdir()
+    save_character_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    change(described["model"]["vocab"])
+    file.write_text(json.dumps(described))
+    make_tiny("arithmetic", 0, folder)
+    return folder
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_by_name(small: Small, tmp_path: Path) -> None:
+    def swapped(vocabulary: dict[str, int]) -> None:
+        vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+
+    more = other_vocabulary(tmp_path / "more", lambda vocabulary: vocabulary.update({"!": len(vocabulary)}))
+    other = other_vocabulary(tmp_path / "other", swapped)
+    for folder, tokens, reason in (
+        (more, 100, "its vocabulary has 53 tokens"),
+        (other, 100, "token '7' has another id"),
+        (small.folder, 1000, "was made for 256 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=f"engine.draft_model = '{folder}' cannot draft: .*{reason}"):
+            ModelProposer.load(folder, small.shelf.model, small.folder, slots=3, max_tokens=tokens, step_tokens=16)
 
 
 def test_commits_and_aborts_with_a_draft_model(small: Small) -> None:

@@ -58,6 +58,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (summary.publications.count, summary.publications.size_bytes) == (5, 4_000_000)
     assert summary.publications.deliver_s == pytest.approx(0.035)
     assert [(fault.component, fault.count) for fault in summary.faults] == [("engine-0", 1)]
+    assert (summary.drafted_tokens, summary.accepted_tokens) == (18 * 8, 18 * 6)
     trained, dropped = summary.fortunes
     assert (trained.state, trained.count) == (AttemptState.TRAINED, 16)
     assert (dropped.state, dropped.seconds_p50) == (AttemptState.DROPPED, 20.0)

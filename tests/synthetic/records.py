@@ -135,6 +135,8 @@ def ended(record: Trajectory, arrival_age: int | None = 0) -> TrajectoryEnded:
         sampled_tokens=record.payload.num_sampled,
         prompt_tokens=4,
         cached_tokens=0,
+        drafted_tokens=8,
+        accepted_tokens=6,
     )
 
 

@@ -152,6 +152,8 @@ class GroupBuffer:
             sampled_tokens=payload.num_sampled,
             prompt_tokens=sum(turn.start for turn in turns),
             cached_tokens=sum(turn.cached_tokens for turn in turns),
+            drafted_tokens=sum(turn.drafted_tokens for turn in turns),
+            accepted_tokens=sum(turn.accepted_tokens for turn in turns),
         )
         complete = len(running.ended) == len(running.started.members)
         return Arrival(ended=ended, facts=tuple(self._finish(running, now_s)) if complete else ())

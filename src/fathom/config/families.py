@@ -13,6 +13,17 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
 
 
+class Speculation(StrEnum):
+    """Who drafts tokens for the engine to check, several in one forward."""
+
+    NONE = "none"
+    """Nobody: one token after the other."""
+    NGRAM = "ngram"
+    """What came after the last two or three tokens the last time."""
+    DRAFT_MODEL = "draft_model"
+    """A small model of the same vocabulary."""
+
+
 class TransportKind(StrEnum):
     """How weights travel."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import Dtype, EngineKind, TransportKind
+from fathom.config.families import Dtype, EngineKind, Speculation, TransportKind
 from fathom.config.section import DEVICE, Section
 from fathom.config.vllm import VllmConfig
 from fathom.core.records.bias import LogitBias
@@ -69,6 +69,7 @@ class RolloutConfig(Section):
 
 
 _OF_ITS_START = {"threads", "max_running", "step_tokens", "kv_memory_mb", "host", "port"}
+_OF_SPECULATION = {"draft_tokens", "draft_model"}
 
 
 class EngineConfig(Section):
@@ -92,6 +93,13 @@ class EngineConfig(Section):
     kv_memory_mb: int | None = Field(default=None, gt=0)
     """Memory of an engine for keys and values, in MiB. When it is full, the newest sequences wait and are computed
     again. None: what `max_running` longest sequences need, but at most 4 GiB unless one alone needs more."""
+    speculation: Speculation = Speculation.NONE
+    """Who drafts tokens that the model then checks, several in one forward. Changes speed alone: tokens and
+    log-probabilities are the model's own. Of `kind = "embedded"` only."""
+    draft_tokens: int = Field(default=4, gt=0, le=64)
+    """Tokens drafted at once for a sequence, at most."""
+    draft_model: str | None = None
+    """Hugging Face folder of the model that drafts, of the same vocabulary. Of `speculation = "draft_model"` only."""
     host: str = "127.0.0.1"
     """Interface it listens on. Anything but loopback needs `token_env`."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -116,11 +124,20 @@ class EngineConfig(Section):
             )
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_env is None:
             raise ValueError(f"host {self.host!r} is reachable from outside: set token_env, or host = '127.0.0.1'")
+        self._check_speculation()
         if self.kind is EngineKind.VLLM:
             self._check_vllm()
         elif self.vllm is not None:
             raise ValueError(f"[engine.vllm] is of kind = 'vllm', and kind = '{self.kind}'; remove it")
         return self
+
+    def _check_speculation(self) -> None:
+        if self.speculation is not Speculation.NONE and self.kind is not EngineKind.EMBEDDED:
+            raise ValueError(f"speculation is of kind = 'embedded', not '{self.kind}': set speculation = 'none'")
+        if self.speculation is Speculation.NONE and (unused := self.model_fields_set & _OF_SPECULATION):
+            raise ValueError(f"without speculation nothing is drafted: remove {', '.join(sorted(unused))}")
+        if (self.draft_model is not None) != (self.speculation is Speculation.DRAFT_MODEL):
+            raise ValueError("draft_model goes with speculation = 'draft_model': set both or neither")
 
     def _check_vllm(self) -> None:
         if self.device != "cpu":

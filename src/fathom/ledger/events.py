@@ -54,6 +54,10 @@ class TrajectoryEnded(msgspec.Struct, frozen=True, tag="trajectory_ended.1"):
     """Prompt tokens of its calls."""
     cached_tokens: int
     """Of those, from a prefix cache."""
+    drafted_tokens: int
+    """Tokens guessed by speculation and checked by the model."""
+    accepted_tokens: int
+    """Of those, guesses that were right and saved a forward."""
 
 
 class AttemptMoved(msgspec.Struct, frozen=True, tag="attempt_moved.1"):

@@ -74,6 +74,11 @@ class Tokenizer:
         )
         return cls(core, special, _template(folder, description))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Id by token, special tokens included."""
+        return self._core.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Nothing is added; the written forms of special tokens become these tokens.
 

@@ -186,6 +186,9 @@ def _speed(summary: RunSummary) -> RenderableType:
         )
         table.add_row("trainer", f"in steps {speed.trainer_busy:.0%}, waiting for batches {speed.trainer_waiting:.0%}")
         table.add_row("ledger", f"{speed.ledger_share:.2%} of the wall clock")
+    if summary.drafted_tokens:
+        accepted, drafted = summary.accepted_tokens, summary.drafted_tokens
+        table.add_row("speculation", f"{accepted:,} of {drafted:,} drafted tokens accepted ({accepted / drafted:.1%})")
     if sent is not None:
         fenced = f", {sent.fenced} engines fenced" if sent.fenced else ""
         table.add_row("publications", f"{sent.count} of {sent.size_bytes / 1e6:.1f} MB{fenced}")

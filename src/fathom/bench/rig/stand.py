@@ -119,6 +119,9 @@ async def open_stand(
             dtype=trainer.dtype,
             threads=engine_config.threads,
             aligned=aligned,
+            speculation=engine_config.speculation,
+            draft_tokens=engine_config.draft_tokens,
+            draft_model_folder=None if engine_config.draft_model is None else Path(engine_config.draft_model),
         )
     )
     try:

@@ -140,5 +140,11 @@ def _ended(record: Trajectory) -> TrajectoryEnded:
     sampled = record.payload.num_sampled
     prompt = len(record.payload.branches[0].token_ids) - sampled
     return TrajectoryEnded(
-        trajectory=record.header.id, arrival_age=0, sampled_tokens=sampled, prompt_tokens=prompt, cached_tokens=0
+        trajectory=record.header.id,
+        arrival_age=0,
+        sampled_tokens=sampled,
+        prompt_tokens=prompt,
+        cached_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
     )

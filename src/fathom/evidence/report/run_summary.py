@@ -178,6 +178,10 @@ class RunSummary:
     """None: nothing was published."""
     throughput: Throughput | None
     """None: no step was taken."""
+    drafted_tokens: int
+    """Tokens that speculation drafted. 0: it was off."""
+    accepted_tokens: int
+    """Of those, tokens that saved a forward."""
     engines: tuple[EngineLife, ...]
     """Every engine and what became of it, undone work included."""
     faults: tuple[FaultCount, ...]

@@ -19,7 +19,15 @@ from fathom.evidence.report.run_summary import (
 )
 from fathom.evidence.run_state import state_of
 from fathom.ledger.entries import Recorded
-from fathom.ledger.events import Evaluated, FaultSeen, IncarnationOpened, Published, StepTaken, WarmStartStepped
+from fathom.ledger.events import (
+    Evaluated,
+    FaultSeen,
+    IncarnationOpened,
+    Published,
+    StepTaken,
+    TrajectoryEnded,
+    WarmStartStepped,
+)
 from fathom.ledger.lineage import Lineage
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.replay import replay
@@ -32,6 +40,7 @@ def summarise(reader: LedgerReader) -> RunSummary:
     evaluations = reader.events(Evaluated)
     publications = reader.events(Published)
     warm = reader.events(WarmStartStepped)
+    ends = [entry.event for entry in reader.events(TrajectoryEnded)]
     books = replay(reader)
     started = openings[0].at_s if openings else 0.0
     slices = [part for step in steps for part in step.event.slices]
@@ -62,6 +71,8 @@ def summarise(reader: LedgerReader) -> RunSummary:
             sampled_tokens=books.sampled_tokens,
             write_s=reader.write_seconds(),
         ),
+        drafted_tokens=sum(end.drafted_tokens for end in ends),
+        accepted_tokens=sum(end.accepted_tokens for end in ends),
         engines=engine_lives(reader),
         faults=_faults(reader),
     )

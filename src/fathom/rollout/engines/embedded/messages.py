@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from fathom.config.families import Speculation
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import (
@@ -143,6 +144,12 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
     """Longest sequence, prompt and sampled."""
     aligned: bool
     """Compute in aligned mode (`model/aligned.py`)."""
+    speculation: Speculation
+    """Who drafts tokens."""
+    draft_tokens: int
+    """Tokens drafted at once for a sequence, at most."""
+    draft_model_folder: str | None
+    """Hugging Face folder of the model that drafts. None: no model does."""
     host: str
     """Interface to listen on."""
     port: int

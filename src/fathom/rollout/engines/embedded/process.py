@@ -13,7 +13,7 @@ from typing import Self, final
 
 import msgspec
 
-from fathom.config.families import Dtype
+from fathom.config.families import Dtype, Speculation
 from fathom.core.errors import ConfigError, EngineDeadError, EngineTimeoutError
 from fathom.core.ids import EngineId
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, ReadyLine, StartLine
@@ -51,6 +51,12 @@ class EmbeddedSpec:
     """CPU threads."""
     aligned: bool = False
     """Compute in aligned mode: the trainer's bits, whatever the batch."""
+    speculation: Speculation = Speculation.NONE
+    """Who drafts tokens."""
+    draft_tokens: int = 4
+    """Tokens drafted at once for a sequence, at most."""
+    draft_model_folder: Path | None = None
+    """Hugging Face folder of the model that drafts, for `Speculation.DRAFT_MODEL`. None: no model does."""
     host: str = "127.0.0.1"
     """Interface it listens on."""
     port: int = 0
@@ -182,6 +188,9 @@ def _config_line(spec: EmbeddedSpec) -> bytes:
         kv_memory_mb=spec.kv_memory_mb,
         max_context_tokens=spec.max_context_tokens,
         aligned=spec.aligned,
+        speculation=spec.speculation,
+        draft_tokens=spec.draft_tokens,
+        draft_model_folder=None if spec.draft_model_folder is None else str(spec.draft_model_folder),
         host=spec.host,
         port=spec.port,
         token=spec.token,

@@ -15,7 +15,7 @@ from typing import final
 import torch
 import uvicorn
 
-from fathom.config.families import TransportKind
+from fathom.config.families import Speculation, TransportKind
 from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind
@@ -25,6 +25,9 @@ from fathom.model.language_model import LanguageModel
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
+from fathom.rollout.engines.embedded.server.decode.draft.model_proposer import ModelProposer
+from fathom.rollout.engines.embedded.server.decode.draft.ngram_proposer import NgramProposer
+from fathom.rollout.engines.embedded.server.decode.draft.proposer import Proposer
 from fathom.rollout.engines.embedded.server.decode.model_forward import ModelForward
 from fathom.rollout.engines.embedded.server.engine_api import EngineApi
 from fathom.rollout.engines.embedded.server.job import Stream
@@ -99,17 +102,38 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
         )
     pages = kv_pages(config.kv_memory_mb, model.shape, model.dtype, slots, tokens)
     kv = KvPages(model.shape, pages=pages, dtype=model.dtype, device=model.device)
+    step_tokens = config.step_tokens or max(_STEP_TOKENS, 2 * slots)
     decoder = Decoder(
         EngineId(config.engine),
         ModelForward(model, kv),
         slots=slots,
         max_tokens=tokens,
-        step_tokens=config.step_tokens or max(_STEP_TOKENS, 2 * slots),
+        step_tokens=step_tokens,
         pages=pages,
         page_tokens=PAGE_TOKENS,
         decode=Tokenizer.load(Path(config.model_folder)).decode if _has_tokenizer(config) else None,
+        proposer=_proposer(config, model, step_tokens),
+        draft_tokens=config.draft_tokens,
     )
     return decoder, WeightSets(model.weights())
+
+
+def _proposer(config: EngineConfigLine, model: LanguageModel, step_tokens: int) -> Proposer | None:
+    match config.speculation:
+        case Speculation.NONE:
+            return None
+        case Speculation.NGRAM:
+            return NgramProposer()
+        case Speculation.DRAFT_MODEL:
+            assert config.draft_model_folder is not None, "the configuration names the model that drafts"
+            return ModelProposer.load(
+                Path(config.draft_model_folder),
+                model,
+                Path(config.model_folder),
+                slots=config.max_running,
+                max_tokens=config.max_context_tokens,
+                step_tokens=step_tokens,
+            )
 
 
 def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:

@@ -7,16 +7,19 @@ so do their tokens, also at high temperature.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from pathlib import Path
+from typing import Self, final
 
 import numpy as np
 import torch
 
+from fathom.core.errors import ConfigError
 from fathom.core.ports.engine import GenerateRequest
 from fathom.model.language_model import LanguageModel
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.rollout.engines.embedded.server.decode.sampler import draw
 from fathom.rollout.engines.uniforms import uniforms
+from fathom.text.tokenizer import Tokenizer
 
 
 @final
@@ -34,6 +37,30 @@ class ModelProposer:
         self._computed = np.zeros(slots, np.int64)
         self._requests: dict[int, GenerateRequest] = {}
         self._step_tokens = step_tokens
+
+    @classmethod
+    def load(
+        cls, folder: Path, large: LanguageModel, large_folder: Path, *, slots: int, max_tokens: int, step_tokens: int
+    ) -> Self:
+        """The model in `folder` as the one that drafts for `large`; for the rest see the constructor.
+
+        Raises:
+            ConfigError: it cannot be loaded, or is not of the same vocabulary, or was made for shorter contexts.
+        """
+        small = LanguageModel.load(folder, large.dtype, str(large.device))
+        sizes = small.shape.vocab_size, large.shape.vocab_size
+        if sizes[0] != sizes[1]:
+            raise _refusal(folder, f"its vocabulary has {sizes[0]} tokens, that of {large_folder} {sizes[1]}")
+        if all((each / "tokenizer.json").is_file() for each in (folder, large_folder)):
+            ours, theirs = Tokenizer.load(large_folder).vocabulary, Tokenizer.load(folder).vocabulary
+            if ours != theirs:
+                token = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+                raise _refusal(folder, f"token {token!r} has another id than in {large_folder}")
+        if small.shape.max_positions < max_tokens:
+            raise _refusal(
+                folder, f"it was made for {small.shape.max_positions} tokens, a context may have {max_tokens}"
+            )
+        return cls(small, slots=slots, max_tokens=max_tokens, step_tokens=step_tokens)
 
     def open(self, slot: int, request: GenerateRequest) -> None:
         """See `Proposer.open`."""
@@ -83,3 +110,10 @@ class ModelProposer:
         seeds = np.array([request.seed for request in requests], np.uint64)
         drawn = draw(logits, [each.sampling for each in requests], uniforms(seeds, starts + lengths), raw=False)
         return np.minimum(drawn.token_ids, self._model.shape.vocab_size - 1)  # NaN may give any place
+
+
+def _refusal(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"engine.draft_model = '{folder}' cannot draft: {reason}; give a model of the same family, or set "
+        "engine.speculation = 'ngram'"
+    )
