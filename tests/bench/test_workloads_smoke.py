@@ -22,9 +22,22 @@ def test_probe_counts_tokens_of_every_setting_and_holds_the_bound() -> None:
     record = run("probe", tokens=100, requests=8, max_new_tokens=16)
     for setting in SETTINGS:
         assert values(record.samples, setting, "tokens")[0] >= 100
-        assert 0 < values(record.samples, setting, "max |log r|")[0] <= 1e-5
+        assert values(record.samples, setting, "max |log r|")[0] <= 1e-5
     assert not record.failed
     assert all(target.required for target in record.targets)
+
+
+def test_probe_allows_nothing_but_zero_in_aligned_mode() -> None:
+    record = run("probe", tokens=60, requests=8, max_new_tokens=16, aligned=True, dtype="bfloat16")
+    assert [(target.measured, target.limit, target.required) for target in record.targets] == [(0.0, 0.0, True)]
+
+
+def test_engine_measures_every_side_at_every_batch() -> None:
+    record = run("engine", batches=[1, 3], new_tokens=9, prompt_tokens=4, threads=1, repeats=1, dtype="float32")
+    for side in ("Fathom", "Fathom, aligned", "generate"):
+        for batch in ("1 at once", "3 at once"):
+            assert values(record.samples, side, batch)[0] > 0
+    assert {target.required for target in record.targets} == {False}
 
 
 def test_ledger_writes_each_length(tmp_path: Path) -> None:

@@ -165,4 +165,4 @@ class SyncConfig(Section):
     """Recorded rows scored by engine and trainer at each publication (the same-version gap). 0: not measured."""
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Nats, on average, by which an engine that cannot digest the memory it computes with may differ from the trainer
-    when it is probed at each commit. None: 0.001 in float32, 0.1 in bfloat16."""
+    when it is probed at each commit. None: 0.001 in float32, 0.15 in bfloat16."""

@@ -23,8 +23,9 @@ from fathom.sync.receiver import Receiver
 Score = Callable[[Sequence[np.ndarray]], Awaitable[list[np.ndarray]]]
 """The trainer's side: float32 [T-1] for each int32 [T], the log-probabilities of all tokens but the first."""
 
-TOLERANCES: dict[Dtype, float] = {Dtype.FLOAT32: 1e-3, Dtype.BFLOAT16: 0.1}
-"""Mean absolute difference in nats that other kernels may make; see `sync.probe_tolerance`."""
+TOLERANCES: dict[Dtype, float] = {Dtype.FLOAT32: 1e-3, Dtype.BFLOAT16: 0.15}
+"""Mean absolute difference in nats that other kernels may make on random text; see `sync.probe_tolerance`. Seen of vLLM
+in bfloat16 with SmolLM2-135M: 0.103 at most so far."""
 
 _TEXTS, _LENGTH, _NONCE = 4, 48, 8
 _SEED = 20
