@@ -75,6 +75,7 @@ def test_show_has_every_part(runs_dir: Path) -> None:
         "paired by task: +0.500",
         "same-version gap",
         "lengths and latencies",
+        "drafted tokens accepted (75.0%)",
         "of the wall clock",
         "no answer within 5 s",
     ):
