@@ -109,19 +109,15 @@ def _gap(axes: Axes, summary: RunSummary) -> None:
     axes.set_title("same-version gap: engine against trainer, |log r|")
     numbers = [point.version for point in summary.gaps]
     means = [point.mismatch.abs_log_ratio_mean for point in summary.gaps]
-    axes.plot(
-        numbers,
-        [point.mismatch.abs_log_ratio_max for point in summary.gaps],
-        color=_GREY,
-        linewidth=0.8,
-        label="maximum",
-    )
+    largest = [point.mismatch.abs_log_ratio_max for point in summary.gaps]
+    axes.plot(numbers, largest, color=_GREY, linewidth=0.8, label="maximum")
     axes.plot(numbers, means, color=_GREEN, linewidth=1.4, label="mean")
     _log_scale(axes)
-    if means:
+    if any(largest):
         axes.legend(loc="best")
-    else:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
+        return
+    words = f"exactly 0 at all {len(means)} publications" if means else "not measured"
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=_GREEN if means else _GREY)
 
 
 def _log_scale(axes: Axes) -> None:
