@@ -1,5 +1,7 @@
 """Digests: any change of name, form or byte shows, whatever the order, the device or the strides."""
 
+import os
+import threading
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,17 @@ from hypothesis import strategies as st
 
 from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
-from fathom.sync.digest import DTYPE_NAMES, build_manifest, checksum, digest, few, layout, root_digest, wrong_tensors
+from fathom.sync.digest import (
+    DTYPE_NAMES,
+    build_manifest,
+    checksum,
+    copy_bytes,
+    digest,
+    few,
+    layout,
+    root_digest,
+    wrong_tensors,
+)
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -145,3 +157,29 @@ def test_a_manifest_refuses_nothing_and_unknown_element_types():
 def test_messages_list_a_few_names():
     assert few(["a", "b"]) == "['a', 'b']"
     assert few([*"abcdefg"]) == "['a', 'b', 'c', 'd', 'e'] and 2 more"
+
+
+def test_copying_much_leaves_no_team_of_threads_behind():
+    """Another team would make every parallel region of the process slower (`copy_bytes`)."""
+    source, into = torch.ones(20_000_000, dtype=torch.uint8), torch.zeros(20_000_000, dtype=torch.uint8)
+    begin, copied, end = threading.Event(), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        torch.set_num_threads(2)
+        begin.wait()
+        copy_bytes(source, into)
+        copied.set()
+        end.wait()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        before = len(os.listdir("/proc/self/task"))
+        begin.set()
+        copied.wait()
+        assert len(os.listdir("/proc/self/task")) == before
+        assert torch.equal(source, into)
+    finally:
+        end.set()
+        thread.join()
+        torch.set_num_threads(1)

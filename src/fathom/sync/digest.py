@@ -55,6 +55,19 @@ def checksum(tensor: Tensor, *, threads: int = 1) -> str:
     return blake3(byte_view(tensor.detach().cpu().contiguous()).numpy().data, max_threads=threads).hexdigest()
 
 
+def copy_bytes(source: Tensor, into: Tensor) -> None:
+    """Copy a contiguous tensor's bytes into another of that size.
+
+    On CPUs without torch: in whichever thread torch copies much, it leaves a second team of OpenMP threads behind, and
+    from then on all of the process's teams sleep between their regions instead of spinning, so that a decode step with
+    two threads takes half as long again.
+    """
+    if source.device.type == into.device.type == "cpu":
+        byte_view(into).numpy()[:] = byte_view(source).numpy()
+    else:
+        byte_view(into).copy_(byte_view(source))
+
+
 def byte_view(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as uint8 [size_bytes], shared with it."""
     if not tensor.is_contiguous():

@@ -15,7 +15,7 @@ from torch import Tensor
 from fathom.core.errors import PayloadError
 from fathom.core.manifest import DiskSource, Manifest, SharedMemorySource, TensorEntry, WeightSource
 from fathom.core.ports.faults import Faults, NoFaults
-from fathom.sync.digest import byte_view, dtype_name, few
+from fathom.sync.digest import byte_view, copy_bytes, dtype_name, few
 
 Pieces = Iterator[tuple[TensorEntry, Tensor]]
 """Each entry with its bytes as uint8 [size_bytes]; valid until the next one."""
@@ -75,7 +75,7 @@ def _copy(source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor], 
         for entry, piece in _pieces(source, manifest):
             if given_up.is_set():
                 return
-            byte_view(into[entry.name]).copy_(piece)
+            copy_bytes(piece, into[entry.name])
     except (OSError, SafetensorError) as error:
         raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {error}") from error
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fathom.core.errors import DeliveryError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, SharedMemorySource
-from fathom.sync.digest import byte_view
+from fathom.sync.digest import copy_bytes
 
 MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "fathom-weights-"
@@ -46,7 +46,7 @@ class SharedTransport:
         memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
         for entry in manifest.tensors:
             place = memory[entry.offset : entry.offset + entry.size_bytes]
-            place.copy_(byte_view(tensors[entry.name].detach().contiguous()))
+            copy_bytes(tensors[entry.name].detach().contiguous(), place)
         return SharedMemorySource(path=str(buffer.path))
 
     def release(self, version: PolicyVersion) -> None:
