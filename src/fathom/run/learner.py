@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Self, TypeVar, final
 
 import numpy as np
 from torch import Tensor
@@ -28,11 +28,26 @@ T = TypeVar("T")
 class Learner:
     """Owns the thread in which everything of the trainer runs, one call at a time."""
 
-    def __init__(self, trainer: Trainer, backend: Backend, stop: Stop) -> None:
+    def __init__(self, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor) -> None:
+        """`thread` is a pool of one; see `start`."""
         self._trainer = trainer
         self._backend = backend
         self._stop = stop
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._thread = thread
+
+    @classmethod
+    async def start(cls, load: Callable[[], tuple[Trainer, Backend]], stop: Stop) -> Self:
+        """Load the trainer in the thread that will use it: torch's threads are then made there, and only there.
+
+        Raises what `load` raises.
+        """
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        try:
+            trainer, backend = await asyncio.get_running_loop().run_in_executor(thread, load)
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise
+        return cls(trainer, backend, stop, thread)
 
     @property
     def version(self) -> int:

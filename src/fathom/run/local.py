@@ -106,8 +106,7 @@ async def _run(
 ) -> str:
     config = resolved.config
     model_folder = _model_folder(resolved, folder)
-    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
-    learner = Learner(Trainer(backend, config.trainer, config.objective, config.staleness), backend, stop)
+    learner = await Learner.start(partial(_load_trainer, config, model_folder), stop)
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
     buffer = _buffer(resolved, recorder.incarnation)
@@ -216,6 +215,11 @@ def _open_history(
 def _machine() -> dict[str, str]:
     facts = {"machine": platform.machine(), "cores": str(os.cpu_count()), "python": platform.python_version()}
     return facts | {name: library_version(name) for name in _LIBRARIES}
+
+
+def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:
+    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
+    return Trainer(backend, config.trainer, config.objective, config.staleness), backend
 
 
 def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
