@@ -39,6 +39,7 @@ check: install
 
 bench: install
 	$(BIN)/fathom bench probe
+	$(BIN)/fathom bench engine
 	$(BIN)/fathom bench ledger
 	$(BIN)/fathom bench sync
 	$(BIN)/fathom bench pipeline
