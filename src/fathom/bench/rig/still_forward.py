@@ -43,15 +43,15 @@ class StillForward:
         return self._logits[: len(batch.sampled)]
 
     def routes(self, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """It has none."""
-        raise NotImplementedError
+        """Never asked for: it has no experts."""
+        raise AssertionError("a still forward has no routes")
 
     def copy_page(self, from_page: int, to_page: int) -> None:
         """See `Forward.copy_page`."""
 
     def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
-        """It does not."""
-        raise NotImplementedError
+        """Never asked for: only steps are measured."""
+        raise AssertionError("a still forward scores nothing")
 
 
 def step_overhead_s(batch: int) -> float:
