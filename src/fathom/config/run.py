@@ -172,6 +172,10 @@ class RunConfig(Section):
 
 
 def _check_aligned(config: RunConfig) -> None:
+    if config.sync.gap_rows == 0:
+        raise ValueError(
+            "model.aligned = true is checked on recorded rows at every publication, but sync.gap_rows = 0; raise it"
+        )
     if config.engine.kind is not EngineKind.EMBEDDED:
         raise ValueError(
             f"model.aligned = true needs engine.kind = 'embedded', not '{config.engine.kind}' with other kernels; "
