@@ -46,6 +46,7 @@ class Shelf:
 
     async def publish_weights(self, number: int, weights: dict[str, torch.Tensor]) -> tuple[Manifest, WeightSource]:
         manifest = build_manifest(number, 1, None, weights)
-        source = self._transport.publish(manifest, weights)
+        self._transport.hold(manifest, weights)
+        source = self._transport.offer(manifest.version, [])
         self._transport.release(manifest.version)
         return manifest, source

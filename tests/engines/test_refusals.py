@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fathom.core.ports.engine import Capabilities, DigestKind, GenerateRequest, ScoreRequest
+from fathom.core.ports.engine import Capabilities, DigestKind, GenerateRequest, ReceivesInto, ScoreRequest
 from fathom.core.records.bias import LogitBias, TokenBias
 from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score
@@ -21,6 +21,7 @@ LEAST = Capabilities(
     barriers=False,
     pinned_versions=False,
     double_buffered=False,
+    receives_into=ReceivesInto.STAGING,
     in_flight=frozenset({InFlightMode.DRAIN}),
     transports=frozenset(),
     digest=DigestKind.MEMORY,

@@ -18,8 +18,8 @@ from shelf import Shelf, tiny_folder
 from transformers import AutoModelForCausalLM
 
 from fathom.config.families import Dtype
-from fathom.config.rollout import SyncConfig
 from fathom.config.run import RunConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import ConfigError, DeliveryError, EngineDeadError, EngineRefusedError
 from fathom.core.ids import EngineId
 from fathom.core.records.sampling import InFlightMode, SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest
-from fathom.core.ports.engine import Barrier, Capabilities, DigestKind, GenerateRequest
+from fathom.core.ports.engine import Barrier, Capabilities, DigestKind, GenerateRequest, ReceivesInto
 from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
 from fathom.rollout.engines.conformance.subject import Generated
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
@@ -59,6 +59,7 @@ class Turns:
             barriers=True,
             pinned_versions=True,
             double_buffered=True,
+            receives_into=ReceivesInto.STAGING,
             in_flight=frozenset(InFlightMode),
             transports=frozenset(),
             digest=DigestKind.MEMORY,

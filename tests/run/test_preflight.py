@@ -13,7 +13,7 @@ from small_runs import SCRIPTED, RunProcess, small_config
 
 from fathom.config.families import EngineKind
 from fathom.core.errors import ConfigError
-from fathom.core.ports.engine import Capabilities, DigestKind
+from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
 from fathom.core.records.sampling import InFlightMode
 from fathom.core.wire import frame
 from fathom.ledger.events import StepTaken
@@ -28,6 +28,7 @@ ABLE = Capabilities(
     barriers=True,
     pinned_versions=True,
     double_buffered=True,
+    receives_into=ReceivesInto.STAGING,
     in_flight=frozenset(InFlightMode),
     transports=frozenset({"shared", "disk"}),
     digest=DigestKind.MEMORY,

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from fathom.config.rollout import SyncConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import DeliveryError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, ScoreRequest, ScoreResult, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
+from fathom.sync.memory_receiver import MemoryReceiver
 from fathom.sync.probe import Probe
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports.disk import DiskTransport
@@ -29,6 +30,7 @@ class ReceivedOnly:
 
     def __init__(self, *, stale: bool = False, offset: float = 0.0) -> None:
         self.id = EngineId("e")
+        self.capabilities = MemoryReceiver(self.id, {}).capabilities
         self.asked: list[tuple[int, ...]] = []
         self._stale = stale
         self._offset = offset
@@ -37,7 +39,7 @@ class ReceivedOnly:
 
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         self._staged = manifest.version
-        return StageReport(size_bytes=manifest.size_bytes, receive_s=0.0)
+        return StageReport(size_bytes=manifest.size_bytes, moved_bytes=manifest.size_bytes, receive_s=0.0)
 
     async def verify(self) -> VerifyReport:
         assert self._staged is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.config.rollout import SyncConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import DeliveryError, EngineError, EngineRefusedError, PayloadError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import SharedMemorySource
@@ -51,6 +51,10 @@ class Wrapped:
     @property
     def id(self):
         return self.inner.id
+
+    @property
+    def capabilities(self):
+        return self.inner.capabilities
 
     async def stage(self, manifest, source):
         self.calls.append("stage")
@@ -406,13 +410,13 @@ def test_an_engine_that_cannot_prove_its_memory_does_not_serve(fleet):
     assert "nothing proves" in report.fenced[A]
 
 
-@pytest.mark.parametrize("place", ["write.before", "write.after"])
+@pytest.mark.parametrize("place", ["hold.before", "hold.after"])
 def test_a_write_that_hangs_is_a_delivery_error_and_nothing_changes(fleet, place):
     fleet = fleet(Fault(place=place, kind=FaultKind.HANG, visit=1), timeout_s=0.3)
 
     async def scenario():
         await fleet.publish(0)
-        with pytest.raises(DeliveryError, match="not written within"):
+        with pytest.raises(DeliveryError, match="did not hold v1@1 within"):
             await fleet.publish(1)
         assert fleet.publisher.serving == (A, B, C)
         assert (await fleet.publish(1)).committed == (A, B, C)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.config.rollout import SyncConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import DeliveryError, EngineError, PayloadError
 from fathom.core.ids import EngineId
 from fathom.core.records.sampling import InFlightMode
@@ -24,7 +24,7 @@ WHEN = ["before", "after"]
 PLACES = [
     *(f"{phase}.{when}.{engine}" for phase in PHASES for when in WHEN for engine in ENGINES),
     *(f"{engine}/receive.{when}" for engine in ENGINES for when in WHEN),
-    *(f"write.{when}" for when in WHEN),
+    *(f"{call}.{when}" for call in ("hold", "offer") for when in WHEN),
 ]
 
 

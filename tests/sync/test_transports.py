@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from offers import hold_and_offer, receive
 
 from fathom.config.families import TransportKind
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import DeliveryError, PayloadError
 from fathom.core.manifest import DiskSource, SharedMemorySource
 from fathom.sync.digest import build_manifest, digest
 from fathom.sync.transports import TRANSPORTS
 from fathom.sync.transports.disk import DiskTransport
-from fathom.sync.transports.receive import receive
 from fathom.sync.transports.shared import SharedTransport
 
 
@@ -41,7 +42,7 @@ def staging() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=list(TransportKind))
 def transport(request, tmp_path):
-    opened = TRANSPORTS[request.param](tmp_path)
+    opened = TRANSPORTS[request.param](tmp_path, SyncConfig(transport=request.param))
     yield opened
     opened.close()
 
@@ -53,7 +54,7 @@ def test_every_kind_has_a_transport():
 def test_what_is_published_arrives_to_the_bit(transport):
     tensors, into = model(), staging()
     manifest = build_manifest(0, 1, None, tensors)
-    asyncio.run(receive(transport.publish(manifest, tensors), manifest, into))
+    asyncio.run(receive(hold_and_offer(transport, manifest, tensors), manifest, into))
     assert digest(into) == manifest.version.digest
     assert all(torch.equal(into[name], tensors[name]) for name in tensors)
 
@@ -63,7 +64,7 @@ def test_a_version_stays_whole_while_the_next_one_is_written(transport):
     before = None
     for number, tensors in enumerate(versions):
         manifest = build_manifest(number, 1, None, tensors)
-        source = transport.publish(manifest, tensors)
+        source = hold_and_offer(transport, manifest, tensors)
         for each_manifest, each_source in filter(None, [before, (manifest, source)]):
             into = staging()
             asyncio.run(receive(each_source, each_manifest, into))
@@ -75,7 +76,7 @@ def test_a_version_stays_whole_while_the_next_one_is_written(transport):
 
 def test_closing_removes_everything_and_can_be_repeated(transport):
     manifest = build_manifest(0, 1, None, model())
-    path = Path(transport.publish(manifest, model()).path)
+    path = Path(hold_and_offer(transport, manifest, model()).path)
     assert path.exists()
     transport.close()
     transport.close()
@@ -123,7 +124,7 @@ def test_a_model_of_another_form_is_refused_by_name_before_a_byte_is_written(tra
     before = digest(into)
     manifest = build_manifest(0, 1, None, model())
     with pytest.raises(PayloadError, match=named):
-        asyncio.run(receive(transport.publish(manifest, model()), manifest, into))
+        asyncio.run(receive(hold_and_offer(transport, manifest, model()), manifest, into))
     assert digest(into) == before
 
 
@@ -144,7 +145,7 @@ class Gate(UserDict):
 def test_once_cancelled_nothing_writes_any_more(transport):
     tensors, into = model(), Gate(staging(), "embed")
     manifest = build_manifest(0, 1, None, tensors)
-    source = transport.publish(manifest, tensors)
+    source = hold_and_offer(transport, manifest, tensors)
 
     async def scenario():
         receiving = asyncio.create_task(receive(source, manifest, into))
@@ -176,7 +177,7 @@ def test_a_source_that_is_gone_or_short_or_garbage_is_a_payload_fault(tmp_path, 
 def test_a_disk_file_of_another_form_than_its_manifest_is_refused_by_name(tmp_path):
     transport = DiskTransport(tmp_path)
     other = model() | {"embed": torch.zeros(15, dtype=torch.bfloat16)}
-    source = transport.publish(build_manifest(0, 1, None, other), other)
+    source = hold_and_offer(transport, build_manifest(0, 1, None, other), other)
     with pytest.raises(PayloadError, match="'embed'"):
         asyncio.run(receive(source, build_manifest(0, 1, None, model()), staging()))
 
@@ -186,7 +187,7 @@ def test_shared_files_are_private_reused_and_two_in_number(tmp_path):
     inodes, previous = [], None
     for number in range(6):
         manifest = build_manifest(number, 1, None, model(number))
-        path = Path(transport.publish(manifest, model(number)).path)
+        path = Path(hold_and_offer(transport, manifest, model(number)).path)
         inodes.append(path.stat().st_ino)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         if previous is not None:
@@ -201,10 +202,10 @@ def test_shared_files_are_private_reused_and_two_in_number(tmp_path):
 def test_a_released_shared_file_of_another_size_is_replaced(tmp_path):
     transport = SharedTransport(tmp_path, memory_folder=tmp_path)
     small = build_manifest(0, 1, None, model())
-    transport.publish(small, model())
+    hold_and_offer(transport, small, model())
     transport.release(small.version)
     larger = model() | {"more": torch.ones(100)}
-    transport.publish(build_manifest(1, 1, None, larger), larger)
+    hold_and_offer(transport, build_manifest(1, 1, None, larger), larger)
     assert len(list(tmp_path.iterdir())) == 1
     transport.close()
 
@@ -213,7 +214,7 @@ def test_shared_names_cannot_be_guessed(tmp_path):
     names = set()
     for number in range(2):
         transport = SharedTransport(tmp_path, memory_folder=tmp_path)
-        names.add(Path(transport.publish(build_manifest(number, 1, None, model()), model()).path).name)
+        names.add(Path(hold_and_offer(transport, build_manifest(number, 1, None, model()), model()).path).name)
         transport.close()
     assert len(names) == 2
     assert all(len(name.rsplit("-", 1)[1]) == 32 for name in names)
@@ -226,7 +227,7 @@ from fathom.sync.digest import build_manifest
 from fathom.sync.transports.shared import SharedTransport
 folder = Path(sys.argv[1])
 tensors = {"w": torch.ones(8)}
-SharedTransport(folder, memory_folder=folder).publish(build_manifest(0, 1, None, tensors), tensors)
+SharedTransport(folder, memory_folder=folder).hold(build_manifest(0, 1, None, tensors), tensors)
 print("written", flush=True)
 time.sleep(60)
 """
@@ -245,7 +246,7 @@ def test_files_of_a_killed_process_are_removed_by_the_next_and_those_of_a_live_o
 
 def test_without_shared_memory_the_file_lies_in_the_run_folder(tmp_path):
     transport = SharedTransport(tmp_path, memory_folder=tmp_path / "absent")
-    source = transport.publish(build_manifest(0, 1, None, model()), model())
+    source = hold_and_offer(transport, build_manifest(0, 1, None, model()), model())
     assert Path(source.path).parent == tmp_path
     transport.close()
 
@@ -258,7 +259,7 @@ def test_disk_keeps_the_last_released_versions_and_clears_what_an_earlier_proces
     transport, previous = DiskTransport(tmp_path, keep=1), None
     for number in range(4):
         manifest = build_manifest(number, 1, None, model(number))
-        transport.publish(manifest, model(number))
+        hold_and_offer(transport, manifest, model(number))
         if previous is not None:
             transport.release(previous)
         previous = manifest.version
@@ -271,11 +272,11 @@ def test_a_disk_version_can_be_written_again_after_a_release(tmp_path):
     transport = DiskTransport(tmp_path, keep=1)
     manifest = build_manifest(0, 1, None, model())
     for _ in range(3):
-        source = transport.publish(manifest, model())
+        source = hold_and_offer(transport, manifest, model())
         transport.release(manifest.version)
-    transport.publish(manifest, model())
+    hold_and_offer(transport, manifest, model())
     other = build_manifest(1, 1, None, model(1))
-    transport.publish(other, model(1))
+    hold_and_offer(transport, other, model(1))
     transport.release(other.version)
     assert Path(source.path).exists()
 
@@ -284,7 +285,7 @@ def test_a_medium_that_fails_is_a_delivery_error_that_names_the_way_out(tmp_path
     transport = DiskTransport(tmp_path)
     (tmp_path / "weights").rmdir()
     with pytest.raises(DeliveryError, match=r"sync.transport = 'shared'"):
-        transport.publish(build_manifest(0, 1, None, model()), model())
+        hold_and_offer(transport, build_manifest(0, 1, None, model()), model())
 
 
 @pytest.mark.gpu
@@ -294,5 +295,5 @@ def test_device_tensors_are_published_and_received_to_the_bit(transport):
     into = {name: tensor.cuda() for name, tensor in staging().items()}
     manifest = build_manifest(0, 1, None, tensors)
     assert manifest == build_manifest(0, 1, None, model())
-    asyncio.run(receive(transport.publish(manifest, tensors), manifest, into))
+    asyncio.run(receive(hold_and_offer(transport, manifest, tensors), manifest, into))
     assert digest(into) == manifest.version.digest

@@ -80,6 +80,7 @@ class History:
                 parent=None,
                 transport="shared",
                 size_bytes=4_000_000,
+                moved_bytes=4_000_000,
                 write_s=0.03,
                 stage_s=0.02,
                 verify_s=0.01,

@@ -1,4 +1,4 @@
-"""Rollout: what is generated, by which engine, and how weights reach it."""
+"""Rollout: what is generated, and by which engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import Dtype, EngineKind, Speculation, TransportKind
+from fathom.config.families import Dtype, EngineKind, Speculation
 from fathom.config.section import DEVICE, Section
 from fathom.config.vllm import VllmConfig
 from fathom.core.records.bias import LogitBias
@@ -150,19 +150,3 @@ class EngineConfig(Section):
             raise ValueError(
                 f"with vllm.url the server is started elsewhere: remove {', '.join(sorted(given))}, or vllm.url"
             )
-
-
-class SyncConfig(Section):
-    """How weights reach the engine."""
-
-    transport: TransportKind = TransportKind.SHARED
-    """The transport."""
-    min_engines: int = Field(default=1, gt=0)
-    """A publication needs at least this many engines to commit; at most `engine.count`."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of each phase."""
-    gap_rows: int = Field(default=4, ge=0)
-    """Recorded rows scored by engine and trainer at each publication (the same-version gap). 0: not measured."""
-    probe_tolerance: float | None = Field(default=None, gt=0)
-    """Nats, on average, by which an engine that cannot digest the memory it computes with may differ from the trainer
-    when it is probed at each commit. None: 0.001 in float32, 0.15 in bfloat16."""

@@ -8,8 +8,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from fathom.config.families import EngineKind, OnStale, Tracker
 from fathom.config.objective import ObjectiveConfig
-from fathom.config.rollout import EngineConfig, RolloutConfig, SyncConfig
+from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
+from fathom.config.sync import SyncConfig
 from fathom.config.trainer import CheckpointConfig, StalenessConfig, TrainerConfig, WarmStartConfig
 from fathom.core.records.sampling import InFlightMode
 

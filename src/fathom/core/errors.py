@@ -67,6 +67,10 @@ class GraderDeadError(FathomError):
     """The process that keeps the graders has ended. The run cannot go on; resuming loses nothing."""
 
 
+class TransferInterruptedError(EngineError):
+    """An engine did not get a version because the transfer broke elsewhere; the engine itself is well. Try it again."""
+
+
 class PayloadError(FathomError):
     """A publication is wrong in itself (manifest, names, digest): it is cancelled and the parent goes on serving."""
 

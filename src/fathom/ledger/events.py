@@ -148,7 +148,7 @@ class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):
     """In batch order."""
 
 
-class Published(msgspec.Struct, frozen=True, tag="published.1"):
+class Published(msgspec.Struct, frozen=True, tag="published.2"):
     """A version was committed."""
 
     version: PolicyVersion
@@ -158,9 +158,11 @@ class Published(msgspec.Struct, frozen=True, tag="published.1"):
     transport: str
     """How it travelled."""
     size_bytes: int
-    """Bytes moved."""
+    """Bytes of the version."""
+    moved_bytes: int
+    """Bytes that travelled, to all engines that took it."""
     write_s: float
-    """Seconds to digest the version and make it readable."""
+    """Seconds to digest the version and to take its bytes."""
     stage_s: float
     """Seconds to stage, the slowest engine."""
     verify_s: float

@@ -288,7 +288,7 @@ def _fleet(
             raise
         return engine
 
-    transport = TRANSPORTS[config.sync.transport](folder.path)
+    transport = TRANSPORTS[config.sync.transport](folder.path, config.sync)
     return Fleet(
         config.engine.count,
         launch,

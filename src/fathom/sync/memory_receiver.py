@@ -9,28 +9,50 @@ from typing import final
 import torch
 from torch import Tensor
 
+from fathom.config.families import TransportKind
 from fathom.core.errors import EngineError, EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import CommitReport, DigestKind, ScoreRequest, ScoreResult, StageReport, VerifyReport
+from fathom.core.ports.engine import (
+    Capabilities,
+    CommitReport,
+    DigestKind,
+    ReceivesInto,
+    ScoreRequest,
+    ScoreResult,
+    StageReport,
+    VerifyReport,
+)
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest, wrong_tensors
-from fathom.sync.transports.receive import receive
+from fathom.sync.transports.inbox import Inbox
+from fathom.sync.transports.reception import Held
 
 _NO_FAULTS = NoFaults()
 
 
 @final
 class MemoryReceiver:
-    """Receives into one set of tensors while the other serves, and swaps the two at a commit."""
+    """Receives into one set of tensors while the other serves, and swaps the two at a commit.
 
-    def __init__(self, engine_id: EngineId, template: Mapping[str, Tensor], faults: Faults = _NO_FAULTS) -> None:
+    One that receives into its live memory has a single set: it is paused from the beginning of a stage to the commit.
+    """
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        template: Mapping[str, Tensor],
+        faults: Faults = _NO_FAULTS,
+        receives_into: ReceivesInto = ReceivesInto.STAGING,
+    ) -> None:
         """Hold tensors of the template's names, shapes and element types; nothing serves yet."""
         self._id = engine_id
-        self._faults = faults
+        self._inbox = Inbox(engine_id, faults)
         self._serving = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
-        self._staging = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
+        self._live = receives_into is ReceivesInto.LIVE
+        spare = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
+        self._staging = self._serving if self._live else spare
         self._version: PolicyVersion | None = None
         self._staged: Manifest | None = None
 
@@ -40,8 +62,26 @@ class MemoryReceiver:
         return self._id
 
     @property
+    def capabilities(self) -> Capabilities:
+        """It generates nothing."""
+        return Capabilities(
+            kept_sets=False,
+            routes=False,
+            kv_versions=False,
+            raw_logprobs=False,
+            barriers=False,
+            pinned_versions=False,
+            double_buffered=not self._live,
+            receives_into=ReceivesInto.LIVE if self._live else ReceivesInto.STAGING,
+            in_flight=frozenset(InFlightMode),
+            transports=frozenset(TransportKind),
+            digest=DigestKind.MEMORY,
+            max_context_tokens=0,
+        )
+
+    @property
     def version(self) -> PolicyVersion | None:
-        """What serves. None: no weights yet."""
+        """What serves. None: no weights yet, or it is paused while it receives over them."""
         return self._version
 
     @property
@@ -58,9 +98,14 @@ class MemoryReceiver:
         """Receive into the tensors that do not serve. Raises `PayloadError` when they do not fit."""
         started = time.perf_counter()
         self._staged = None
-        await receive(source, manifest, self._staging, self._faults)
+        if self._live:
+            self._version = None
+        serving = Held(version=self._version, tensors=self._serving) if self._version else None
+        moved_bytes = await self._inbox.receive(manifest, source, self._staging, serving)
         self._staged = manifest
-        return StageReport(size_bytes=manifest.size_bytes, receive_s=time.perf_counter() - started)
+        return StageReport(
+            size_bytes=manifest.size_bytes, moved_bytes=moved_bytes, receive_s=time.perf_counter() - started
+        )
 
     async def verify(self) -> VerifyReport:
         """Digest the staged tensors; name those that differ from the manifest."""

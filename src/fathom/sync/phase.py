@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar, final
 
-from fathom.core.errors import EngineRefusedError, PayloadError
+from fathom.core.errors import EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId
 from fathom.core.ports.faults import Faults
 from fathom.sync.receiver import Receiver
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Phase(Generic[T]):
     """Calls engines concurrently, each under the same deadline, and sorts what comes back.
 
-    After `run`, each engine called is in exactly one of `answers`, `refused` and `failed`. When `run` is cancelled,
-    those that had not answered by then are in none of them.
+    After `run`, each engine called is in exactly one of `answers`, `refused`, `failed` and `interrupted`. When `run`
+    is cancelled, those that had not answered by then are in none of them. It may run again for those interrupted.
     """
 
     def __init__(self, name: str, timeout_s: float, faults: Faults) -> None:
@@ -34,11 +34,14 @@ class Phase(Generic[T]):
         """Why an engine says the version is wrong. The engine itself is well."""
         self.failed: dict[EngineId, str] = {}
         """Why an engine is not to be trusted: it raised, or did not answer in time."""
+        self.interrupted: dict[EngineId, str] = {}
+        """Why an engine that is well did not get what another one broke."""
         self.slowest_s = 0.0
         """Seconds the slowest of the engines that answered took."""
 
     async def run(self, engines: Iterable[Receiver], call: Callable[[Receiver], Awaitable[T]]) -> None:
         """Return when every engine answered, refused or failed: at the latest after the deadline."""
+        self.interrupted = {}
         await asyncio.gather(*(self._attempt(engine, call) for engine in engines))
 
     def reason(self, engine: EngineId) -> str:
@@ -54,6 +57,8 @@ class Phase(Generic[T]):
                 await self._faults.reach(f"{self._name}.after.{engine.id}")
         except (PayloadError, EngineRefusedError) as error:
             self.refused[engine.id] = f"{self._name}: {error}"
+        except TransferInterruptedError as error:
+            self.interrupted[engine.id] = f"{self._name}: {error}"
         except TimeoutError:
             self.failed[engine.id] = f"{self._name} did not end within {self._timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine raises, it is the engine that failed

@@ -18,8 +18,10 @@ class Publication:
     """What served before. None: nothing did."""
     size_bytes: int
     """Bytes of the version."""
+    moved_bytes: int
+    """Bytes that travelled, to all engines that took it."""
     write_s: float
-    """Seconds to digest the version and make it readable for the engines."""
+    """Seconds to digest the version and to take its bytes, so that the trainer may go on."""
     stage_s: float
     """Seconds to stage."""
     verify_s: float

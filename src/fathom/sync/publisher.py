@@ -1,10 +1,10 @@
 """Delivers versions to engines: stage, verify, commit at a token boundary; or roll back.
 
-            write        stage          verify             commit
-    trainer ----> source ----> engine 1 ----> digest right ------> serves the new version
-                         ----> engine 2 ----> fails or hangs ....> fenced: no requests until restored
-                         ----> engine 3 ----> digest wrong ......> fenced; or, when no engine has it right,
-                                                                   rolled back: the parent goes on serving
+             hold          offer, stage     verify             commit
+    trainer ----> transport ----> engine 1 ----> digest right ------> serves the new version
+                            ----> engine 2 ----> fails or hangs ....> fenced: no requests until restored
+                            ----> engine 3 ----> digest wrong ......> fenced; or, when no engine has it right,
+                                                                      rolled back: the parent goes on serving
 
 Whatever fails and wherever, each engine ends with the old or the new version, whole, or is fenced.
 """
@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import TypeVar, final
 
 from torch import Tensor
 
-from fathom.config.rollout import SyncConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import DeliveryError, EngineError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
+from fathom.core.ports.engine import CommitReport, DigestKind, ReceivesInto, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import build_manifest, few
@@ -35,18 +36,21 @@ from fathom.sync.publication import Publication
 from fathom.sync.receiver import Receiver
 from fathom.sync.transports.transport import Transport
 
+T = TypeVar("T")
+
 _NO_FAULTS = NoFaults()
+_MAX_BREAKS = 2
+"""So often a transfer may break with no engine to blame."""
 _RESTORING = "it is being restored"
 
 _DEAF = Deaf()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """A version that can be read somewhere."""
+class _Held:
+    """A version that the transport holds."""
 
     manifest: Manifest
-    source: WeightSource
     mode: InFlightMode
     probe: Probe | None
 
@@ -71,7 +75,8 @@ class Publisher:
         faults: Faults = _NO_FAULTS,
         listener: Listener = _DEAF,
     ) -> None:
-        """`faults` reaches `write.before`, `write.after`, and those of the phases stage, verify, commit, rollback."""
+        """`faults` reaches `hold` and `offer`, each `.before` and `.after`, and the phases stage, verify, commit and
+        rollback, by engine."""
         self._engines = {engine.id: engine for engine in engines}
         self._transport = transport
         self._config = config
@@ -79,7 +84,7 @@ class Publisher:
         self._listener = listener
         self._fenced: dict[EngineId, str] = {}
         self._by_behaviour: set[EngineId] = set()
-        self._delivered: _Offer | None = None
+        self._delivered: _Held | None = None
         self._turn = asyncio.Lock()
         self._transport_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transport")
 
@@ -123,8 +128,8 @@ class Publisher:
     ) -> Publication:
         """Deliver `tensors` (the served cast) as version `number` of `incarnation`.
 
-        The tensors must not change until `written` is set, if given, or else until this returns: engines read what the
-        transport wrote.
+        The tensors must not change until `written` is set, if given, or else until this returns: engines get what the
+        transport holds.
 
         `probe` is of this version. Engines that digest only what they received must pass it; without one they are
         fenced.
@@ -141,11 +146,11 @@ class Publisher:
             started = time.perf_counter()
             manifest = await asyncio.to_thread(build_manifest, number, incarnation, parent, tensors)
             try:
-                source = await self._write(manifest, tensors)
+                await self._hold(manifest, tensors)
                 write_s = time.perf_counter() - started
                 if written is not None:
                     written.set()
-                return await self._deliver(_Offer(manifest=manifest, source=source, mode=mode, probe=probe), write_s)
+                return await self._deliver(_Held(manifest=manifest, mode=mode, probe=probe), write_s)
             finally:
                 for version in (before, manifest.version):
                     if version is not None and version != self.delivered:
@@ -163,9 +168,7 @@ class Publisher:
             self._engines[engine.id] = engine
             self._fenced[engine.id] = _RESTORING
             if self._delivered is not None:
-                stage, verify = await self._prepare(self._delivered, [engine.id])
-                self._fence_all(stage.refused | verify.refused)
-                await self._commit(self._delivered, verify.answers)
+                await self._reload(self._delivered, [engine.id])
             if self._fenced[engine.id] != _RESTORING:
                 raise EngineError(engine.id, f"cannot be restored, replace it; {self._fenced[engine.id]}")
             del self._fenced[engine.id]
@@ -189,24 +192,29 @@ class Publisher:
             raise DeliveryError("a write of weights is stuck: look at the medium, then end the process") from error
         self._transport.close()
 
-    async def _deliver(self, offer: _Offer, write_s: float) -> Publication:
+    async def _deliver(self, held: _Held, write_s: float) -> Publication:
         """The protocol, from a readable version to one that serves."""
         fenced_before, parent = set(self._fenced), self.delivered
-        stage, verify = await self._prepare(offer, self._trusted())
+        try:
+            stage, verify = await self._prepare(held, self._trusted())
+        except DeliveryError:
+            await self._roll_back(self._trusted())
+            raise
         refused = stage.refused | verify.refused
         if refused and not verify.answers:
             await self._roll_back(refused)
-            raise PayloadError(f"{offer.version.name} is cancelled, no engine could take it: {_listed(refused)}")
+            raise PayloadError(f"{held.version.name} is cancelled, no engine could take it: {_listed(refused)}")
         self._fence_all(refused)
         if len(self._trusted()) < self._config.min_engines:
             await self._roll_back(self._trusted())
         self._require_engines()
-        commit = await self._commit(offer, self._trusted())
+        commit = await self._commit(held, self._trusted())
         self._require_engines()
         return Publication(
-            version=offer.version,
+            version=held.version,
             parent=parent,
-            size_bytes=offer.manifest.size_bytes,
+            size_bytes=held.manifest.size_bytes,
+            moved_bytes=sum(stage.answers[engine].moved_bytes for engine in self._trusted()),
             write_s=write_s,
             stage_s=stage.slowest_s,
             verify_s=verify.slowest_s,
@@ -216,58 +224,83 @@ class Publisher:
             fenced={engine: reason for engine, reason in self._fenced.items() if engine not in fenced_before},
         )
 
-    async def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> WeightSource:
+    async def _hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        await self._on_transport("hold", manifest, lambda: self._transport.hold(manifest, tensors))
+
+    async def _offer(self, manifest: Manifest, engines: Sequence[EngineId]) -> WeightSource:
+        return await self._on_transport("offer", manifest, lambda: self._transport.offer(manifest.version, engines))
+
+    async def _on_transport(self, name: str, manifest: Manifest, call: Callable[[], T]) -> T:
         """One thread serves the transport, so what outlives its deadline is finished before anything else begins."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                await self._faults.reach("write.before")
-                loop = asyncio.get_running_loop()
-                source = await loop.run_in_executor(self._transport_thread, self._transport.publish, manifest, tensors)
-                await self._faults.reach("write.after")
-                return source
+                await self._faults.reach(f"{name}.before")
+                answer = await asyncio.get_running_loop().run_in_executor(self._transport_thread, call)
+                await self._faults.reach(f"{name}.after")
+                return answer
         except TimeoutError as error:
             raise DeliveryError(
-                f"{manifest.version.name} was not written within {self._config.timeout_s:g} s; "
+                f"the transport did not {name} {manifest.version.name} within {self._config.timeout_s:g} s; "
                 "look at the medium, or raise sync.timeout_s"
             ) from error
+        except (DeliveryError, PayloadError):
+            raise
+        except Exception as error:  # the boundary: whatever a transport raises, the version was not delivered
+            reason = f"{type(error).__name__}: {error}"
+            raise DeliveryError(f"the transport could not {name} {manifest.version.name}: {reason}") from error
+
+    async def _stage(self, held: _Held, engines: Sequence[EngineId]) -> Phase[StageReport]:
+        """In rounds: an engine that breaks a transfer shared with others is left out of the next one.
+
+        Raises `DeliveryError` when it broke twice and no engine is to blame.
+        """
+        stage = Phase[StageReport]("stage", self._config.timeout_s, self._faults)
+        blameless = 0
+        while engines:
+            source = await self._offer(held.manifest, engines)
+            await stage.run(self._named(engines), partial(_stage, held.manifest, source))
+            self._fence_all(stage.failed)
+            blameless += len(stage.interrupted) == len(engines)
+            if blameless == _MAX_BREAKS:
+                raise DeliveryError(f"the transfer of {held.version.name} broke twice: {_listed(stage.interrupted)}")
+            engines = tuple(stage.interrupted)
+        return stage
 
     async def _prepare(
-        self, offer: _Offer, engines: Iterable[EngineId]
+        self, held: _Held, engines: Iterable[EngineId]
     ) -> tuple[Phase[StageReport], Phase[VerifyReport]]:
         """Stage and verify. Engines that fail are fenced; those that refuse are left to the caller."""
 
         async def prove(engine: Receiver) -> VerifyReport:
             report = await engine.verify()
             if report.kind is not DigestKind.MEMORY:
-                if offer.probe is None:
+                if held.probe is None:
                     reason = "digests only what it received: without a probe nothing proves what it holds"
                     raise EngineError(engine.id, reason)
                 self._by_behaviour.add(engine.id)
-            if report.digest != offer.version.digest:
+            if report.digest != held.version.digest:
                 wrong = few(report.wrong)
-                raise PayloadError(f"digest {report.digest}, published {offer.version.digest}; wrong tensors: {wrong}")
+                raise PayloadError(f"digest {report.digest}, published {held.version.digest}; wrong tensors: {wrong}")
             return report
 
-        stage = Phase[StageReport]("stage", self._config.timeout_s, self._faults)
-        await stage.run(self._named(engines), lambda engine: engine.stage(offer.manifest, offer.source))
-        self._fence_all(stage.failed)
+        stage = await self._stage(held, tuple(engines))
         verify = Phase[VerifyReport]("verify", self._config.timeout_s, self._faults)
         await verify.run(self._named(stage.answers), prove)
         self._fence_all(verify.failed)
         return stage, verify
 
-    async def _commit(self, offer: _Offer, engines: Iterable[EngineId]) -> Phase[CommitReport]:
+    async def _commit(self, held: _Held, engines: Iterable[EngineId]) -> Phase[CommitReport]:
         """Whoever confirms serves the version; whoever does not is fenced, also when this is cancelled half-way."""
 
         async def switch(engine: Receiver) -> CommitReport:
-            probe = offer.probe if engine.id in self._by_behaviour else None
+            probe = held.probe if engine.id in self._by_behaviour else None
             if probe is not None:
                 self._listener.doubts(engine.id)
-            report = await engine.commit(offer.version, offer.mode)
-            if report.version != offer.version:
-                raise EngineError(engine.id, f"committed {report.version.name} instead of {offer.version.name}")
+            report = await engine.commit(held.version, held.mode)
+            if report.version != held.version:
+                raise EngineError(engine.id, f"committed {report.version.name} instead of {held.version.name}")
             if probe is not None:
-                await probe.check(engine, offer.version)
+                await probe.check(engine, held.version)
             self._listener.serves(engine.id, report.version)
             return report
 
@@ -277,14 +310,33 @@ class Publisher:
         finally:
             self._fence_all({engine: commit.reason(engine) for engine in engines if engine not in commit.answers})
             if commit.answers:
-                self._delivered = offer
+                self._delivered = held
         return commit
 
     async def _roll_back(self, engines: Iterable[EngineId]) -> None:
-        """Make engines forget what is staged; one that does not confirm is fenced."""
+        """Make engines forget what is staged; one that does not confirm is fenced.
+
+        Where it was received over what served, the parent is loaded again.
+        """
         rollback = Phase[None]("rollback", self._config.timeout_s, self._faults)
         await rollback.run(self._named(engines), lambda engine: engine.rollback())
         self._fence_all(rollback.refused | rollback.failed)
+        live = [engine for engine in rollback.answers if self._receives_into(engine) is ReceivesInto.LIVE]
+        if live and self._delivered is not None:
+            await self._reload(self._delivered, live)
+
+    async def _reload(self, held: _Held, engines: Sequence[EngineId]) -> None:
+        """A full verified load of what serves elsewhere; an engine that does not take it is fenced."""
+        try:
+            stage, verify = await self._prepare(held, engines)
+        except DeliveryError as error:
+            self._fence_all({engine: str(error) for engine in engines})
+            return
+        self._fence_all(stage.refused | verify.refused)
+        await self._commit(held, verify.answers)
+
+    def _receives_into(self, engine: EngineId) -> ReceivesInto:
+        return self._engines[engine].capabilities.receives_into
 
     def _fence_all(self, reasons: Mapping[EngineId, str]) -> None:
         for engine, reason in reasons.items():
@@ -315,6 +367,10 @@ class Publisher:
                 f"{ready} engines can take a version, {self._config.min_engines} are required; restore those fenced: "
                 f"{_listed(self._fenced)}"
             )
+
+
+async def _stage(manifest: Manifest, source: WeightSource, engine: Receiver) -> StageReport:
+    return await engine.stage(manifest, source)
 
 
 def _listed(reasons: Mapping[EngineId, str]) -> str:

@@ -6,16 +6,16 @@ from typing import Protocol
 
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
-from fathom.core.ports.engine import CommitReport, ScoreRequest, ScoreResult, StageReport, VerifyReport
+from fathom.core.ports.engine import Capabilities, CommitReport, ScoreRequest, ScoreResult, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 
 
 class Receiver(Protocol):
     """Takes versions. Every `core.ports.engine.Engine` is one; the contracts of the calls are stated there.
 
-    `stage` raises `PayloadError` or `EngineRefusedError` when the version does not fit the engine's model, and any
-    other error when the engine failed. A `stage` after another one replaces what was staged, and begins only when
-    nothing of the earlier one still writes.
+    `stage` raises `PayloadError` or `EngineRefusedError` when the version does not fit the engine's model,
+    `TransferInterruptedError` when the transfer broke elsewhere, and any other error when the engine failed. A `stage`
+    after another one replaces what was staged, and begins only when nothing of the earlier one still writes.
     """
 
     @property
@@ -23,8 +23,13 @@ class Receiver(Protocol):
         """Its name in records."""
         ...
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; of interest here is where a version is received."""
+        ...
+
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
-        """Receive a version beside the serving one."""
+        """Receive a version: beside the serving one, or over it after a pause."""
         ...
 
     async def verify(self) -> VerifyReport:

@@ -12,7 +12,8 @@ import numpy as np
 
 from fathom.config.families import Dtype, TransportKind
 from fathom.config.objective import ObjectiveConfig
-from fathom.config.rollout import EngineConfig, SyncConfig
+from fathom.config.rollout import EngineConfig
+from fathom.config.sync import SyncConfig
 from fathom.config.trainer import StalenessConfig, TrainerConfig
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import DigestKind, Engine
@@ -125,7 +126,8 @@ async def open_stand(
         )
     )
     try:
-        publisher = Publisher([engine], TRANSPORTS[transport](scratch), SyncConfig())
+        sync = SyncConfig(transport=transport)
+        publisher = Publisher([engine], TRANSPORTS[transport](scratch, sync), sync)
         try:
             yield Stand(
                 engine=engine,

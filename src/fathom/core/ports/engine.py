@@ -28,6 +28,16 @@ class DigestKind(StrEnum):
     """Of the bytes received; packing cannot be inverted, so a behavioural probe is required at every commit."""
 
 
+class ReceivesInto(StrEnum):
+    """Where an engine lets a version be written while it stages."""
+
+    STAGING = "staging"
+    """Beside what serves: generation goes on, and a rollback forgets what was staged."""
+    LIVE = "live"
+    """Over what serves: it pauses when it begins to stage, and serves nothing until a commit. There is nothing to roll
+    back to: it needs a full verified reload of the parent."""
+
+
 class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.1"):
     """What an engine can do beyond the least."""
 
@@ -45,6 +55,8 @@ class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.1"):
     """Serves a request by the version it names even after a newer one was committed."""
     double_buffered: bool
     """Receives a version while serving another, and swaps pointers."""
+    receives_into: ReceivesInto
+    """Where a version is written while it is staged. Double-buffered engines: beside what serves."""
     in_flight: frozenset[InFlightMode]
     """What it can do with running generations at a commit."""
     transports: frozenset[str]
@@ -182,7 +194,9 @@ class StageReport(msgspec.Struct, frozen=True, tag="stage.1"):
     """A version lies in the engine's staging memory; it is not serving."""
 
     size_bytes: int
-    """Bytes received."""
+    """Bytes of the version."""
+    moved_bytes: int
+    """Bytes that travelled to this engine: fewer than those of the version where only slices or changes do."""
     receive_s: float
     """Seconds to receive them."""
 
@@ -254,7 +268,12 @@ class Engine(Protocol):
         ...
 
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
-        """Receive a version beside the serving one. Raises `EngineError` on a missing, unknown or misshapen tensor."""
+        """Receive a version; `Capabilities.receives_into` says where. What was staged before is forgotten.
+
+        Raises:
+            EngineError: a tensor is missing, unknown or misshapen, or the engine failed.
+            TransferInterruptedError: the transfer broke elsewhere, and the engine is well.
+        """
         ...
 
     async def verify(self) -> VerifyReport:

@@ -118,6 +118,7 @@ class Delivery:
                 parent=publication.parent,
                 transport=self._config.sync.transport,
                 size_bytes=publication.size_bytes,
+                moved_bytes=publication.moved_bytes,
                 write_s=publication.write_s,
                 stage_s=publication.stage_s,
                 verify_s=publication.verify_s,

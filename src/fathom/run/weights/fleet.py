@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count
 from typing import final
 
-from fathom.config.rollout import SyncConfig
+from fathom.config.sync import SyncConfig
 from fathom.core.errors import ConfigError, EngineError, NoProgressError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import Engine, ScoreRequest, ScoreResult

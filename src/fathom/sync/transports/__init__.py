@@ -1,4 +1,4 @@
-"""One module per transport; `receive` is the engine's side of all of them."""
+"""One module per transport; `inbox` is the engine's side of all of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fathom.config.families import TransportKind
+from fathom.config.sync import SyncConfig
 from fathom.sync.transports.disk import DiskTransport
 from fathom.sync.transports.shared import SharedTransport
 from fathom.sync.transports.transport import Transport
 
-TRANSPORTS: dict[TransportKind, Callable[[Path], Transport]] = {
-    TransportKind.SHARED: SharedTransport,
-    TransportKind.DISK: DiskTransport,
+TRANSPORTS: dict[TransportKind, Callable[[Path, SyncConfig], Transport]] = {
+    TransportKind.SHARED: lambda run_folder, config: SharedTransport(run_folder),
+    TransportKind.DISK: lambda run_folder, config: DiskTransport(run_folder),
 }
 """How each transport is opened for a run's folder."""

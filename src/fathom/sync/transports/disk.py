@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fathom.core.errors import DeliveryError
-from fathom.core.ids import PolicyVersion
+from fathom.core.errors import DeliveryError, PayloadError
+from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import DiskSource, Manifest
+from fathom.sync.digest import byte_view, copy_bytes, dtype_name
+from fathom.sync.transports.reception import Reception
 
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
@@ -36,7 +39,7 @@ class DiskTransport:
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> DiskSource:
+    def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Write the file beside its place, flush it to the medium, then give it its name."""
         path = self._path(manifest.version)
         unfinished = path.with_suffix(_UNFINISHED)
@@ -54,6 +57,12 @@ class DiskTransport:
             ) from error
         self._released = [old for old in self._released if old != path]
         self._held.append(path)
+
+    def offer(self, version: PolicyVersion, engines: Sequence[EngineId]) -> DiskSource:
+        """The file."""
+        path = self._path(version)
+        if path not in self._held:
+            raise DeliveryError(f"{version.name} is not held; publish it again")
         return DiskSource(path=str(path))
 
     def release(self, version: PolicyVersion) -> None:
@@ -74,6 +83,25 @@ class DiskTransport:
 
     def _path(self, version: PolicyVersion) -> Path:
         return self._folder / f"{version.name}{_SUFFIX}"
+
+
+def read_disk(source: DiskSource, reception: Reception) -> int:
+    """Copy the version out of the file; returns the bytes read. Raises `PayloadError` when it is another one."""
+    manifest = reception.manifest
+    try:
+        with safe_open(source.path, framework="pt") as file:
+            for entry in manifest.tensors:
+                if reception.given_up.is_set():
+                    break
+                tensor = file.get_tensor(entry.name)
+                if (dtype_name(entry.name, tensor), tuple(tensor.shape)) != (entry.dtype, entry.shape):
+                    raise PayloadError(
+                        f"tensor {entry.name!r} in {source.path} is not of the form its manifest says; publish it again"
+                    )
+                copy_bytes(byte_view(tensor), reception.into[entry.name])
+    except (OSError, SafetensorError) as error:
+        raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {error}") from error
+    return manifest.size_bytes
 
 
 def _flush(path: Path) -> None:

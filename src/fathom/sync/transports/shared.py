@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -14,10 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fathom.core.errors import DeliveryError
-from fathom.core.ids import PolicyVersion
+from fathom.core.errors import DeliveryError, PayloadError
+from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, SharedMemorySource
 from fathom.sync.digest import copy_bytes
+from fathom.sync.transports.reception import Reception
 
 MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "fathom-weights-"
@@ -38,7 +39,7 @@ class SharedTransport:
         self._buffers: list[_Buffer] = []
         _remove_orphans(self._folder)
 
-    def publish(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> SharedMemorySource:
+    def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into a free file, in the manifest's layout."""
         last = manifest.tensors[-1]
         buffer = self._free_buffer(last.offset + last.size_bytes)
@@ -47,7 +48,13 @@ class SharedTransport:
         for entry in manifest.tensors:
             place = memory[entry.offset : entry.offset + entry.size_bytes]
             copy_bytes(tensors[entry.name].detach().contiguous(), place)
-        return SharedMemorySource(path=str(buffer.path))
+
+    def offer(self, version: PolicyVersion, engines: Sequence[EngineId]) -> SharedMemorySource:
+        """The file."""
+        for buffer in self._buffers:
+            if buffer.version == version:
+                return SharedMemorySource(path=str(buffer.path))
+        raise DeliveryError(f"{version.name} is not held; publish it again")
 
     def release(self, version: PolicyVersion) -> None:
         """Keep the file, for a later version to be written into."""
@@ -69,6 +76,33 @@ class SharedTransport:
             buffer.close()
         self._buffers.append(_create(self._folder, size_bytes))
         return self._buffers[-1]
+
+
+def read_shared(source: SharedMemorySource, reception: Reception) -> int:
+    """Copy the version out of the file; returns the bytes read. Raises `PayloadError` when it is too short."""
+    manifest = reception.manifest
+    try:
+        memory = _map(source.path, manifest)
+    except OSError as error:
+        raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {error}") from error
+    for entry in manifest.tensors:
+        if reception.given_up.is_set():
+            break
+        copy_bytes(memory[entry.offset : entry.offset + entry.size_bytes], reception.into[entry.name])
+    return manifest.size_bytes
+
+
+def _map(path: str, manifest: Manifest) -> Tensor:
+    """uint8 [size of the layout], private to this process."""
+    last = manifest.tensors[-1]
+    size_bytes = last.offset + last.size_bytes
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_size < size_bytes:
+            raise PayloadError(f"{path} is shorter than {manifest.version.name}; publish it again")
+        return torch.frombuffer(mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,13 @@ from typing import Any, Self, TypeVar, final
 import httpx
 import msgspec
 
-from fathom.core.errors import EngineError, EngineRefusedError, EngineTimeoutError, RecordError
+from fathom.core.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    RecordError,
+    TransferInterruptedError,
+)
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import (
@@ -43,6 +49,11 @@ from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 _KEEP_IDLE_S = 5.0
+_ERRORS = {
+    FailureKind.REFUSED: EngineRefusedError,
+    FailureKind.INTERRUPTED: TransferInterruptedError,
+    FailureKind.FAILED: EngineError,
+}
 _CONNECT_S = 10.0
 """Deadline of a connection. Whatever fails before there is one has not begun."""
 _MARGIN_S = 5.0
@@ -168,8 +179,7 @@ class EmbeddedEngine:
     def _checked(self, record: Any) -> Any:
         """The record, unless it is the engine's refusal or failure."""
         if isinstance(record, Failure):
-            kind = EngineRefusedError if record.kind is FailureKind.REFUSED else EngineError
-            raise kind(self.id, record.reason)
+            raise _ERRORS[record.kind](self.id, record.reason)
         return record
 
     @asynccontextmanager

@@ -30,6 +30,8 @@ class FailureKind(StrEnum):
 
     REFUSED = "refused"
     """Understood, and will not be served."""
+    INTERRUPTED = "interrupted"
+    """A transfer broke elsewhere: try again."""
     FAILED = "failed"
     """Something went wrong."""
 

@@ -20,6 +20,7 @@ from fathom.core.ports.engine import (
     EngineStatus,
     GenerateChunk,
     GenerateRequest,
+    ReceivesInto,
     ScoreRequest,
     ScoreResult,
     StageReport,
@@ -174,7 +175,9 @@ class ScriptedEngine:
         if wrong := sorted(name for name in form | self._form if form.get(name) != self._form.get(name)):
             raise self._refusal(f"{manifest.version.name} does not fit: missing, unknown or misshapen {wrong}")
         self._staged = manifest
-        return StageReport(size_bytes=manifest.size_bytes, receive_s=self._pace.stage_s)
+        return StageReport(
+            size_bytes=manifest.size_bytes, moved_bytes=manifest.size_bytes, receive_s=self._pace.stage_s
+        )
 
     async def verify(self) -> VerifyReport:
         """See `Engine.verify`."""
@@ -371,6 +374,7 @@ def _capabilities(max_context_tokens: int, stop_strings: bool) -> Capabilities:
         barriers=True,
         pinned_versions=True,
         double_buffered=True,
+        receives_into=ReceivesInto.STAGING,
         in_flight=frozenset(InFlightMode),
         transports=frozenset({"shared", "disk"}),
         digest=DigestKind.MEMORY,

@@ -76,7 +76,9 @@ class Weights:
             reason = received.failure or "another call gave it up"
             raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {reason}")
         self._staged, self._received = manifest, received
-        return StageReport(size_bytes=manifest.size_bytes, receive_s=received.receive_s)
+        return StageReport(
+            size_bytes=manifest.size_bytes, moved_bytes=manifest.size_bytes, receive_s=received.receive_s
+        )
 
     async def verify(self) -> VerifyReport:
         """See `Engine.verify`."""

@@ -16,7 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fathom.core.errors import EngineRefusedError, FathomError, PayloadError, RecordError
+from fathom.core.errors import (
+    EngineRefusedError,
+    FathomError,
+    PayloadError,
+    RecordError,
+    TransferInterruptedError,
+)
+from fathom.core.ids import EngineId
 from fathom.core.ports.engine import (
     CommitReport,
     DigestKind,
@@ -42,7 +49,7 @@ from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.rollout.engines.embedded.server.streaming import Streaming
 from fathom.sync.digest import digest, wrong_tensors
-from fathom.sync.transports.receive import receive
+from fathom.sync.transports.inbox import Inbox
 
 T = TypeVar("T")
 Call = TypeVar("Call", bound=msgspec.Struct)
@@ -52,8 +59,9 @@ Call = TypeVar("Call", bound=msgspec.Struct)
 class EngineApi:
     """Answers calls by handing them to the scheduler; bytes are received and digested in threads meanwhile."""
 
-    def __init__(self, scheduler: Scheduler, threads: int) -> None:
+    def __init__(self, scheduler: Scheduler, engine: EngineId, threads: int) -> None:
         self._scheduler = scheduler
+        self._inbox = Inbox(engine)
         self._threads = threads
         self._publishing = asyncio.Lock()
 
@@ -91,14 +99,16 @@ class EngineApi:
     async def _receive(self, call: StageCall) -> StageReport:
         began_s = time.monotonic()
         async with self._publishing:
-            weights = await self._on_loop(self._scheduler.take_staging)
+            weights, serving = await self._on_loop(lambda: (self._scheduler.take_staging(), self._scheduler.held))
             try:
-                await receive(call.source, call.manifest, weights.tensors)
+                moved_bytes = await self._inbox.receive(call.manifest, call.source, weights.tensors, serving)
             except BaseException:
                 self._scheduler.call(lambda: self._scheduler.give_back(weights))
                 raise
             await self._on_loop(lambda: self._scheduler.received(weights, call.manifest))
-        return StageReport(size_bytes=call.manifest.size_bytes, receive_s=time.monotonic() - began_s)
+        return StageReport(
+            size_bytes=call.manifest.size_bytes, moved_bytes=moved_bytes, receive_s=time.monotonic() - began_s
+        )
 
     async def _verify(self, call: VerifyCall) -> VerifyReport:
         began_s = time.monotonic()
@@ -187,6 +197,9 @@ def _failed(error: Exception) -> Response:
     if isinstance(error, EngineRefusedError | PayloadError):
         reason = error.reason if isinstance(error, EngineRefusedError) else str(error)
         return Response(frame(Failure(kind=FailureKind.REFUSED, reason=reason)), 409, media_type=FRAMES)
+    if isinstance(error, TransferInterruptedError):
+        interrupted = Failure(kind=FailureKind.INTERRUPTED, reason=error.reason)
+        return Response(frame(interrupted), 503, media_type=FRAMES)
     traceback.print_exception(error)
     reason = f"{type(error).__name__}: {error}"
     return Response(frame(Failure(kind=FailureKind.FAILED, reason=reason)), 500, media_type=FRAMES)

@@ -18,7 +18,7 @@ import uvicorn
 from fathom.config.families import Speculation, TransportKind
 from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
-from fathom.core.ports.engine import Capabilities, DigestKind
+from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
 from fathom.core.records.sampling import InFlightMode
 from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
@@ -62,7 +62,7 @@ class EngineServer:
         decoder, weights = _load(config)
         self.capabilities = _capabilities(config, decoder.has_experts)
         self._scheduler = Scheduler(EngineId(config.engine), self.capabilities, decoder, weights, self._deliver)
-        self._app = EngineApi(self._scheduler, config.threads).app(config.token)
+        self._app = EngineApi(self._scheduler, EngineId(config.engine), config.threads).app(config.token)
 
     def serve(self, listener: socket.socket) -> None:
         """Answer HTTP in a second thread, decode in this one. Never returns."""
@@ -145,6 +145,7 @@ def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:
         barriers=True,
         pinned_versions=True,
         double_buffered=True,
+        receives_into=ReceivesInto.STAGING,
         in_flight=frozenset(InFlightMode),
         transports=frozenset(TransportKind),
         digest=DigestKind.MEMORY,

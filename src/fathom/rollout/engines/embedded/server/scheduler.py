@@ -34,6 +34,7 @@ from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score
+from fathom.sync.transports.reception import Held
 
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[Stream, Streamed]]], None]
@@ -165,6 +166,12 @@ class Scheduler:
         if self._drain is not None:
             raise self._refusal(f"the commit of {self._drain.version.name} is draining; wait for it or roll back")
         return self._weights.take_staging()
+
+    @property
+    def held(self) -> Held | None:
+        """What serves. None: nothing yet."""
+        live = self._weights.live
+        return Held(version=live.version, tensors=live.tensors) if live.version else None
 
     def received(self, weights: WeightSet, manifest: Manifest) -> None:
         """The version lies in `weights`: it is staged."""

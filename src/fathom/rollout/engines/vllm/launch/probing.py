@@ -7,7 +7,7 @@ from typing import Any
 
 from fathom.core.errors import ConfigError, EngineError
 from fathom.core.ids import EngineId
-from fathom.core.ports.engine import Capabilities, DigestKind
+from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.vllm.launch.process import MODEL
 from fathom.rollout.engines.vllm.server import VllmServer
@@ -50,6 +50,7 @@ async def probe(server: VllmServer, engine: EngineId) -> tuple[Facts, Capabiliti
         barriers=False,
         pinned_versions=False,
         double_buffered=False,
+        receives_into=ReceivesInto.STAGING,
         in_flight=frozenset(InFlightMode),
         transports=frozenset({"shared", "disk"}),
         digest=DigestKind.RECEIVED,

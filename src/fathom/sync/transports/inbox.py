@@ -1,0 +1,73 @@
+"""The engine's side of every transport: bytes of a version into the engine's own staging tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import final
+
+from torch import Tensor
+
+from fathom.core.ids import EngineId
+from fathom.core.manifest import DiskSource, Manifest, SharedMemorySource, WeightSource
+from fathom.core.ports.faults import Faults, NoFaults
+from fathom.sync.transports.disk import read_disk
+from fathom.sync.transports.reception import Held, Reception, check_fit
+from fathom.sync.transports.shared import read_shared
+
+_NO_FAULTS = NoFaults()
+
+
+@final
+class Inbox:
+    """Receives versions for one engine, one at a time. Keeps what is dear to set up from one to the next."""
+
+    def __init__(self, engine: EngineId, faults: Faults = _NO_FAULTS) -> None:
+        """`faults` reaches `receive.before` and `receive.after`."""
+        self._engine = engine
+        self._faults = faults
+
+    async def receive(
+        self, manifest: Manifest, source: WeightSource, into: Mapping[str, Tensor], serving: Held | None
+    ) -> int:
+        """Overwrite `into` (contiguous, any device) with the version in `source`; returns the bytes that travelled.
+
+        A thread does it. When this raises or is cancelled, `into` may hold anything and must not serve, but nothing
+        writes there any more. What arrived is proven by `digest(into)` later.
+
+        Args:
+            manifest: what has to arrive.
+            source: where it is.
+            into: the engine's tensors.
+            serving: what serves meanwhile. None: nothing, or `into` is its memory.
+
+        Raises:
+            PayloadError: a tensor is missing, unknown, of another shape or element type, or the source cannot be read
+                as the manifest says. Names the tensor. Nothing was written when the names or forms do not fit.
+            TransferInterruptedError: the transfer broke elsewhere.
+        """
+        check_fit(manifest, into)
+        reception = Reception(engine=self._engine, manifest=manifest, into=into, serving=serving)
+        await self._faults.reach("receive.before")
+        moved_bytes = await self._in_thread(source, reception)
+        await self._faults.reach("receive.after")
+        return moved_bytes
+
+    def close(self) -> None:
+        """Let go of what was kept. Idempotent."""
+
+    async def _in_thread(self, source: WeightSource, reception: Reception) -> int:
+        reading = asyncio.create_task(asyncio.to_thread(self._read, source, reception))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reception.given_up.set()
+            await asyncio.wait([reading])  # a late write would spoil what is staged next
+            raise
+
+    def _read(self, source: WeightSource, reception: Reception) -> int:
+        match source:
+            case SharedMemorySource():
+                return read_shared(source, reception)
+            case DiskSource():
+                return read_disk(source, reception)
