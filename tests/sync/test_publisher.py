@@ -16,7 +16,7 @@ from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest
 from fathom.sync.memory_receiver import MemoryReceiver
 from fathom.sync.publisher import Publisher
-from fathom.sync.scripted_faults import Fault, FaultKind, ScriptedFaults
+from fathom.sync.faults.scripted_faults import Fault, FaultKind, ScriptedFaults
 from fathom.sync.transports.shared import SharedTransport
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
