@@ -10,7 +10,8 @@ from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import GenerateChunk, GenerateEnd
 from fathom.core.records.sampling import FinishReason, SamplingParams
 from fathom.core.records.trajectory import TokenBranch
-from fathom.rollout.episode import assemble, prompt_hash
+from fathom.rollout.episode import assemble
+from fathom.rollout.sampled import prompt_hash
 
 PROMPT = np.array([5, 6, 7, 8], np.int32)
 LAYERS, PER_TOKEN = 3, 2

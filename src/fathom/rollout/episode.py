@@ -8,27 +8,25 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-from blake3 import blake3
 
 from fathom.core.errors import EngineError, RecordError
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, trajectory_id
-from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateEnd, GenerateRequest
+from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateRequest
 from fathom.core.ports.environment import Task
 from fathom.core.records.sampling import FinishReason, Purpose, SamplingParams
 from fathom.core.records.trajectory import (
-    KeptSets,
     Reward,
-    TokenBranch,
     TokenizerIdentity,
     TokenPayload,
     Trajectory,
     TrajectoryHeader,
     TrajectoryStatus,
-    Turn,
     Ungraded,
 )
 from fathom.rollout.engines.stop_strings import first_stop
 from fathom.rollout.router.router import Router
+from fathom.rollout.sampled import sampled_from
+from fathom.rollout.session.tree import TokenTree
 
 Decode = Callable[[list[int]], str]
 Grade = Callable[[Task, str], Awaitable[Reward]]
@@ -106,10 +104,10 @@ class EpisodeRunner:
         except (EngineError, RecordError) as error:
             cause = "refused" if isinstance(error, RecordError) else "engine_error"
             return self._failed(plan, started_s, cause, str(error))
-        end = _end(chunks)
-        status = _STATUS[end.finish_reason]
+        reason = payload.branches[0].turns[0].finish_reason
+        status = _STATUS[reason]
         reward = await self._judge(plan, payload, status)
-        cause = "" if status is TrajectoryStatus.COMPLETED else end.finish_reason.value
+        cause = "" if status is TrajectoryStatus.COMPLETED else reason.value
         return Trajectory(header=self._header(plan, started_s, status, cause, reward), payload=payload)
 
     async def _generate(self, plan: EpisodePlan) -> list[GenerateChunk]:
@@ -186,84 +184,8 @@ def assemble(
     Raises:
         RecordError: the engine's answer contradicts itself, or it executed another prompt.
     """
-    sampled_ids = _join([chunk.token_ids for chunk in chunks], np.int32)
-    sampled = np.concatenate([np.zeros(len(prompt_ids), bool), np.ones(len(sampled_ids), bool)])
-    turns = (_turn(prompt_ids, len(sampled_ids), _end(chunks), sampling),) if chunks else ()
-    branch = TokenBranch(
-        parent=None,
-        shared_prefix=0,
-        token_ids=np.concatenate([prompt_ids, sampled_ids]).astype(np.int32),
-        sampled=sampled,
-        loss_mask=sampled.copy(),
-        logprobs=_join([chunk.logprobs for chunk in chunks], np.float32),
-        policy_version=_join([chunk.policy_version for chunk in chunks], np.int32),
-        kv_version=_join([chunk.kv_version for chunk in chunks], np.int32),
-        turns=turns,
-        kept=_join_kept(chunks) if sampling.truncates and chunks else None,
-        routes=_join_routes(chunks, len(sampled) - 1) if routes and len(sampled_ids) else None,
-    )
-    versions = {version.number: version for chunk in chunks for version in chunk.versions}
-    if any(versions[version.number] != version for chunk in chunks for version in chunk.versions):
-        raise RecordError("one version number with two digests or incarnations")
-    return TokenPayload(versions=tuple(versions[number] for number in sorted(versions)), branches=(branch,))
-
-
-def prompt_hash(prompt_ids: np.ndarray) -> str:
-    """Identity of a prompt as sent: BLAKE3 (hex) of its int32 ids."""
-    return blake3(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes()).hexdigest()
-
-
-def _turn(prompt_ids: np.ndarray, num_sampled: int, end: GenerateEnd, sampling: SamplingParams) -> Turn:
-    if end.prompt_hash != prompt_hash(prompt_ids):
-        raise RecordError("the engine executed another prompt than it was sent")
-    return Turn(
-        start=len(prompt_ids),
-        end=len(prompt_ids) + num_sampled,
-        engine=end.engine,
-        dtype=end.dtype,
-        kernels=end.kernels,
-        sampling=sampling,
-        finish_reason=end.finish_reason,
-        prompt_hash=end.prompt_hash,
-        cached_tokens=end.cached_tokens,
-        drafted_tokens=end.drafted_tokens,
-        accepted_tokens=end.accepted_tokens,
-        queue_s=end.queue_s,
-        generate_s=end.generate_s,
-    )
-
-
-def _end(chunks: list[GenerateChunk]) -> GenerateEnd:
-    ends = [chunk.end for chunk in chunks if chunk.end is not None]
-    if len(ends) != 1 or chunks[-1].end is None:
-        raise RecordError(f"a generation must end exactly once, in its last chunk; got {len(ends)} ends")
-    return ends[0]
-
-
-def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    for part in parts:
-        if part.dtype != np.dtype(dtype):
-            raise RecordError(f"the engine sent {part.dtype} where {np.dtype(dtype)} is due")
-    return np.concatenate([*parts, np.empty(0, dtype)])
-
-
-def _join_routes(chunks: list[GenerateChunk], expected: int) -> np.ndarray:
-    """[expected, L, E]: the routes of all inputs, each delivered once and in order."""
-    parts = [chunk.routes for chunk in chunks if chunk.routes is not None and len(chunk.routes)]
-    if not parts or len({(part.dtype, part.shape[1:]) for part in parts}) != 1 or parts[0].ndim != 3:
-        raise RecordError("the engine sent no expert routes, or routes of several shapes")
-    if (total := sum(map(len, parts))) != expected:
-        raise RecordError(f"the engine sent expert routes of {total} inputs of {expected}: coverage must be complete")
-    return np.concatenate(parts)
-
-
-def _join_kept(chunks: list[GenerateChunk]) -> KeptSets:
-    kept: list[KeptSets] = []
-    for chunk in chunks:
-        if chunk.kept is None and len(chunk.token_ids):
-            raise RecordError("the engine sent no kept sets for a truncating distribution")
-        if chunk.kept is not None:
-            kept.append(chunk.kept)
-    lengths = [np.diff(part.offsets) for part in kept]
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate([*lengths, np.empty(0, np.int64)]))]).astype(np.int64)
-    return KeptSets(offsets=offsets, ids=_join([part.ids for part in kept], np.int32))
+    tree = TokenTree()
+    prompt = tree.add_prompt(None, prompt_ids, ())
+    if chunks:
+        tree.add_turn(prompt, sampled_from(prompt_ids, chunks, sampling, routes=routes), None)
+    return tree.payload()

@@ -1,0 +1,1 @@
+"""Sessions: an agent talks to a base URL; what the engine was sent and what it sampled stays, token by token."""

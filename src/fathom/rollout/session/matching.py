@@ -1,0 +1,123 @@
+"""Which conversation a request goes on with: the message prefixes that a session knows, by digest.
+
+Agents send their whole history with each call, and not always as they got it: tool arguments are written anew, the
+reasoning is left out. So a prefix is looked up three times, from the strictest reading to the loosest, and how it was
+found is part of the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import final
+
+import msgspec
+from blake3 import blake3
+
+from fathom.core.records.message import Message, Tool, ToolCall
+
+
+class Strictness(StrEnum):
+    """How two messages were compared, the strictest first."""
+
+    EXACT = "exact"
+    """Every field is equal."""
+    JSON = "json"
+    """Equal, the arguments of tool calls read as JSON."""
+    CONTENT = "content"
+    """Role, content without whitespace at its ends, and tool calls by name and arguments as JSON. What the model
+    thought, the names of calls and of speakers are not compared."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The longest known prefix of a request."""
+
+    place: int
+    """What was remembered for it."""
+    messages: int
+    """Messages that it covers."""
+    strictness: Strictness
+    """The strictest reading by which it is equal."""
+
+
+@final
+class Prefixes:
+    """Conversations that a session knows. Cost of a look-up: that of comparing the history with the last one's."""
+
+    def __init__(self) -> None:
+        self._places: dict[Strictness, dict[bytes, int]] = {strictness: {} for strictness in Strictness}
+        self._chains = {strictness: _Chain(strictness) for strictness in Strictness}
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match | None:
+        """The longest prefix of `messages` that is known with these tools; of equal ones, the strictest reading."""
+        best: Match | None = None
+        for strictness in Strictness:
+            known, chain = self._places[strictness], self._chains[strictness].of(messages, tools)
+            for count in range(len(messages), best.messages if best else 0, -1):
+                if (place := known.get(chain[count])) is not None:
+                    best = Match(place=place, messages=count, strictness=strictness)
+                    break
+            if best is not None and best.messages == len(messages):
+                break
+        return best
+
+    def remember(self, messages: Sequence[Message], tools: Sequence[Tool], place: int) -> None:
+        """From now on the whole of `messages` leads to `place`, and no longer to what it led to before."""
+        for strictness in Strictness:
+            self._places[strictness][self._chains[strictness].of(messages, tools)[-1]] = place
+
+
+@final
+class _Chain:
+    """Digests of all prefixes of the last conversation: of the next one only what is new is digested."""
+
+    def __init__(self, strictness: Strictness) -> None:
+        self._strictness = strictness
+        self._tools: tuple[Tool, ...] = ()
+        self._messages: list[Message] = []
+        self._digests: list[bytes] = [_digest(b"", msgspec.json.encode(()))]
+
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+        """One digest for each number of messages, from none to all."""
+        if tuple(tools) != self._tools:
+            self._tools, self._messages = tuple(tools), []
+            self._digests = [_digest(b"", msgspec.json.encode(self._tools))]
+        same = sum(1 for _ in _equal(self._messages, messages))
+        del self._messages[same:], self._digests[same + 1 :]
+        for message in messages[same:]:
+            self._messages.append(message)
+            self._digests.append(_digest(self._digests[-1], _reading(message, self._strictness)))
+        return self._digests
+
+
+def _equal(known: Sequence[Message], given: Sequence[Message]) -> Iterator[None]:
+    for one, other in zip(known, given, strict=False):
+        if one is not other and one != other:
+            return
+        yield None
+
+
+def _digest(before: bytes, reading: bytes) -> bytes:
+    return blake3(before + reading).digest()
+
+
+def _reading(message: Message, strictness: Strictness) -> bytes:
+    match strictness:
+        case Strictness.EXACT:
+            return msgspec.json.encode(message)
+        case Strictness.JSON:
+            calls = tuple((call.id, *_call(call)) for call in message.tool_calls)
+            fields = (message.role, message.content, message.reasoning, calls, message.tool_call_id, message.name)
+            return msgspec.json.encode(fields)
+        case Strictness.CONTENT:
+            calls = tuple(_call(call) for call in message.tool_calls)
+            return msgspec.json.encode((message.role, message.content.strip(), calls))
+
+
+def _call(call: ToolCall) -> tuple[str, str]:
+    parsed = call.parsed
+    return call.name, call.arguments if parsed is None else json.dumps(parsed, sort_keys=True)
