@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 import numpy as np
 import pytest
 
-from fathom.core.errors import EngineDeadError, EngineError, EngineRefusedError
+from fathom.core.errors import EngineDeadError, EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import DiskSource, Manifest
 from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateRequest
@@ -20,10 +20,20 @@ from fathom.rollout.engines.scripted.scripted_engine import Pace, ScriptedEngine
 from fathom.rollout.router.router import LEAN, MAX_FAILURES, MAX_TRIES, Router
 
 V0 = PolicyVersion(incarnation=1, number=0, digest="0" * 64)
+V1 = PolicyVersion(incarnation=1, number=1, digest="1" * 64)
 NEW, PROMPT = 8, 4
+WAIT_S = 0.2
 
 
-def request(name: str, prompt: int = 0, *, session: str = "", barrier: Barrier | None = None) -> GenerateRequest:
+def request(
+    name: str,
+    prompt: int = 0,
+    *,
+    session: str = "",
+    barrier: Barrier | None = None,
+    pinned: PolicyVersion | None = None,
+    at_least: PolicyVersion | None = None,
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
         prompt_ids=np.full(PROMPT, prompt, np.int32),
@@ -35,6 +45,8 @@ def request(name: str, prompt: int = 0, *, session: str = "", barrier: Barrier |
         session_key=session or name,
         purpose=Purpose.ROLLOUT,
         barrier=barrier,
+        pinned=pinned,
+        at_least=at_least,
     )
 
 
@@ -55,12 +67,18 @@ class World:
         ]
         self.serving: Sequence[ScriptedEngine] = self.engines
         self.accused: list[tuple[str, str]] = []
-        self.router = Router(lambda: self.serving, lambda engine, reason: self.accused.append((engine, reason)))
+        self.router = Router(
+            lambda: self.serving, lambda engine, reason: self.accused.append((engine, reason)), wait_s=WAIT_S
+        )
         self.running: dict[str, asyncio.Task[list[GenerateChunk]]] = {}
 
     async def begin(self) -> None:
-        starting = asyncio.gather(*(self._hold_a_version(engine) for engine in self.engines))
-        while not starting.done():
+        await self.commit(V0, *self.engines)
+
+    async def commit(self, version: PolicyVersion, *engines: ScriptedEngine) -> None:
+        """Engines serve a version from now on, and the router hears of it."""
+        serving = asyncio.gather(*(self._hold(engine, version) for engine in engines))
+        while not serving.done():
             await self.clock.advance(0.0)
 
     async def send(self, *requests: GenerateRequest) -> None:
@@ -76,10 +94,11 @@ class World:
     def got(self) -> list[list[str]]:
         return [[each.request_id for each in engine.requests] for engine in self.engines]
 
-    async def _hold_a_version(self, engine: ScriptedEngine) -> None:
-        await engine.stage(Manifest(version=V0, parent=None, tensors=()), DiskSource(path=""))
+    async def _hold(self, engine: ScriptedEngine, version: PolicyVersion) -> None:
+        await engine.stage(Manifest(version=version, parent=None, tensors=()), DiskSource(path=""))
         await engine.verify()
-        await engine.commit(V0, InFlightMode.CONTINUE)
+        await engine.commit(version, InFlightMode.CONTINUE)
+        self.router.serves(engine.id, version)
 
     async def _read(self, asked: GenerateRequest) -> list[GenerateChunk]:
         return [chunk async for chunk in self.router.generate(asked)]
@@ -253,3 +272,58 @@ def test_without_engines_it_says_so() -> None:
         assert "no engine serves" in str((await world.finish())["a"])
 
     run(scenario())
+
+
+@play()
+async def test_a_demanded_version_is_waited_for_and_only_engines_that_serve_it_are_sent_to(world: World) -> None:
+    await world.send(*(request(f"new{number}", number, at_least=V1) for number in range(2)), request("any", 5))
+    assert sorted(map(len, world.got())) == [0, 0, 1]
+    await world.commit(V1, world.engines[2])
+    await world.send(*(request(f"more{number}", number, at_least=V1) for number in range(4)))
+    assert {name for name in world.got()[2] if name != "any"} == {"new0", "new1", *(f"more{n}" for n in range(4))}
+    assert [name for got in world.got()[:2] for name in got if name != "any"] == []
+    ended = await world.finish()
+    assert all(not isinstance(end, BaseException) for end in ended.values())
+    chunks = [chunk for name, end in ended.items() if name != "any" for chunk in end]
+    assert {number for chunk in chunks for number in chunk.policy_version} == {V1.number}
+
+
+@play(2)
+async def test_an_older_demand_is_served_by_anybody(world: World) -> None:
+    await world.commit(V1, world.engines[0])
+    await world.send(request("a", 0, at_least=V0), request("b", 1, at_least=V0))
+    assert world.got() == [["a"], ["b"]]
+    await world.finish()
+
+
+@play(2)
+async def test_a_demand_that_nobody_meets_ends_with_what_is_there(world: World) -> None:
+    await world.send(request("a", at_least=V1))
+    with pytest.raises(EngineTimeoutError, match=r"no engine served at least v1@1 .* e0 v0@1, e1 v0@1") as caught:
+        await world.running["a"]
+    assert not caught.value.may_have_begun
+    assert world.got() == [[], []]
+    assert not world.accused
+
+
+@play(2)
+async def test_an_engine_that_was_cut_is_not_known_to_serve_anything(world: World) -> None:
+    await world.commit(V1, *world.engines)
+    for engine in world.engines:
+        world.router.cut(engine.id, "it was fenced")
+    await world.send(request("a", at_least=V1))
+    assert world.got() == [[], []]
+    await world.commit(V1, world.engines[1])
+    assert not isinstance((await world.finish())["a"], BaseException)
+    assert world.got() == [[], ["a"]]
+
+
+@play(2)
+async def test_a_pinned_request_goes_on_to_the_engine_that_holds_its_version(world: World) -> None:
+    await world.commit(V1, world.engines[1])
+    await world.send(request("a", pinned=V1))
+    assert not isinstance((await world.finish())["a"], BaseException)
+    assert world.got() == [["a"], ["a"]]
+    await world.send(request("b", pinned=PolicyVersion(incarnation=1, number=7, digest="7" * 64)))
+    assert isinstance((await world.finish())["b"], EngineRefusedError)
+    assert not world.accused

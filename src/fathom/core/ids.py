@@ -41,6 +41,11 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version.1"):
         """Short text form, e.g. `v12@1`."""
         return f"v{self.number}@{self.incarnation}"
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among the run's versions: a later incarnation is newer, whatever its numbers."""
+        return self.incarnation, self.number
+
 
 def group_id(occurrence: Occurrence, attempt: int, incarnation: int) -> GroupId:
     """Identity of the group that makes `attempt` (from 0) at an occurrence; unique over incarnations."""

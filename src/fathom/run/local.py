@@ -296,6 +296,7 @@ def _fleet(
         config.sync,
         recorder,
         health_s=config.engine.health_timeout_s,
+        request_s=config.rollout.request_timeout_s,
     )
 
 

@@ -80,7 +80,7 @@ class Barrier(msgspec.Struct, frozen=True, tag="barrier.1"):
     """Number of requests it waits for."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, tag="generate.1"):
+class GenerateRequest(msgspec.Struct, frozen=True, tag="generate.2"):
     """One generation call. Sending the same `request_id` twice is refused: a generation is never started twice."""
 
     request_id: str
@@ -103,6 +103,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate.1"):
     """What it is for."""
     pinned: PolicyVersion | None = None
     """Serve by exactly this version. None: whichever is current, switching at commits."""
+    at_least: PolicyVersion | None = None
+    """Serve by this version or newer ones (`PolicyVersion.order`); an engine that serves an older one refuses. Not
+    together with `pinned`. None: any will do."""
     barrier: Barrier | None = None
     """Start together with others. None: at once."""
     stop_strings: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fathom.core.errors import RecordError
+from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import Capabilities, GenerateRequest, ScoreRequest
 from fathom.core.records.bias import TokenBias
 from fathom.rollout.engines.stop_strings import UNFINISHED
@@ -37,6 +38,31 @@ def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab
         if asked and not able:
             return f"it does not have the capability `{name}`; choose an engine that declares it"
     return None
+
+
+def why_not_version(request: GenerateRequest, serving: PolicyVersion) -> str | None:
+    """Why an engine that serves `serving` is not new enough for a generation. None: it is, or any will do.
+
+    Versions only become newer, so what was new enough on arrival is so for every token.
+    """
+    least = request.at_least
+    if least is None:
+        return None
+    if request.pinned is not None:
+        return f"it demands exactly {request.pinned.name} and at least {least.name}; demand one of the two"
+    if serving.order < least.order:
+        return f"it serves {serving.name}, and at least {least.name} is demanded; send it once that is published"
+    if serving.order == least.order and serving != least:
+        return (
+            f"it serves {serving.name} with the digest {serving.digest}, and {least.name} with the digest "
+            f"{least.digest} is demanded; they are of two runs"
+        )
+    return None
+
+
+def not_held(pinned: PolicyVersion, serving: PolicyVersion) -> str:
+    """What an engine says that is asked for exactly a version which it does not hold."""
+    return f"it serves {serving.name} and does not hold {pinned.name}; pin a version while it serves"
 
 
 def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size: int) -> str | None:

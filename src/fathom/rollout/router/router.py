@@ -3,20 +3,22 @@
 A request goes to the home of its session, or else of its prompt: the engine that served it last, where its prefix lies
 in the cache. When that engine has more than `LEAN` such requests' tokens in flight beyond the least loaded one, the
 request goes to the least loaded, which is its home from then on. Requests of a barrier stay together in any case.
+
+A request that demands a version at least goes only to engines known to serve that one or a newer one, and waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import final
 
 from blake3 import blake3
 
-from fathom.core.errors import EngineDeadError, EngineError, EngineRefusedError
-from fathom.core.ids import EngineId
+from fathom.core.errors import EngineDeadError, EngineError, EngineRefusedError, EngineTimeoutError
+from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import Engine, GenerateChunk, GenerateRequest
 from fathom.rollout.router.flight import Flight, cost
 
@@ -36,9 +38,13 @@ Accuse = Callable[[EngineId, str], None]
 class Router:
     """Spreads generations over engines. `serving` is asked at every request: a fenced or leaving engine gets none."""
 
-    def __init__(self, serving: Callable[[], Sequence[Engine]], accuse: Accuse) -> None:
+    def __init__(self, serving: Callable[[], Sequence[Engine]], accuse: Accuse, *, wait_s: float = 600.0) -> None:
+        """A request waits for the version it demands at most `wait_s` seconds."""
         self._serving = serving
         self._accuse = accuse
+        self._wait_s = wait_s
+        self._versions: dict[EngineId, PolicyVersion] = {}
+        self._news = asyncio.Event()
         self._flights: defaultdict[EngineId, set[Flight]] = defaultdict(set)
         self._load: Counter[EngineId] = Counter()
         self._failures: Counter[EngineId] = Counter()
@@ -49,14 +55,16 @@ class Router:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Stream one generation from one engine.
 
-        A request that has provably not begun goes to another engine; one that may have begun is never repeated.
+        A request that has provably not begun goes to another engine; one that may have begun is never repeated. Where
+        an engine refuses a pinned request, others may hold its version and are asked, too.
 
         Raises:
             EngineError: no engine serves, or the chosen one failed or was fenced.
+            EngineTimeoutError: no engine got the version demanded in time.
         """
         tried: set[EngineId] = set()
         while True:
-            engine = self._pick(request, tried)
+            engine = self._pick(request, await self._able(request, tried))
             flight = self._depart(engine.id, request)
             stream = engine.generate(request)
             try:
@@ -71,7 +79,8 @@ class Router:
                 if not flight.is_cut:
                     self._judge(engine.id, error)
                 tried.add(engine.id)
-                if error.may_have_begun or len(tried) == MAX_TRIES:
+                elsewhere = request.pinned is not None and isinstance(error, EngineRefusedError) and self._others(tried)
+                if len(tried) == MAX_TRIES or (error.may_have_begun and not elsewhere):
                     raise
             finally:
                 self._arrive(flight)
@@ -79,6 +88,17 @@ class Router:
     def forget(self, session_key: str) -> None:
         """The session has ended; its engine is no longer remembered."""
         self._homes.pop(_session(session_key), None)
+
+    def serves(self, engine: EngineId, version: PolicyVersion) -> None:
+        """An engine has confirmed that it serves a version from now on."""
+        self._versions[engine] = version
+        self.release(engine)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Which engines serve has changed: whoever waits for one looks again."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def hold(self, engine: EngineId) -> None:
         """Hand on nothing of what an engine generates until `release`, or until it is cut."""
@@ -96,6 +116,7 @@ class Router:
             flight.cut(reason)
         self.release(engine)
         self._failures.pop(engine, None)
+        self._versions.pop(engine, None)
         return len(flights)
 
     def in_flight(self, engine: EngineId) -> int:
@@ -117,10 +138,36 @@ class Router:
 
     # Where to -------------------------------------------------------------------------------------------------------
 
-    def _pick(self, request: GenerateRequest, tried: Set[EngineId]) -> Engine:
-        engines = {engine.id: engine for engine in self._serving() if engine.id not in tried}
-        if not engines:
-            raise EngineError("fleet", "no engine serves; see the faults in `fathom show`")
+    async def _able(self, request: GenerateRequest, tried: Set[EngineId]) -> dict[EngineId, Engine]:
+        """Engines that may be sent a request, at least one; waits until one serves the version demanded."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while True:
+                    engines = self._others(tried)
+                    if not engines:
+                        raise EngineError("fleet", "no engine serves; see the faults in `fathom show`")
+                    if able := {name: engine for name, engine in engines.items() if self._new_enough(name, request)}:
+                        return able
+                    await self._news.wait()
+        except TimeoutError as error:
+            assert request.at_least is not None, "nothing else is waited for"
+            served = ", ".join(f"{name} {version.name}" for name, version in sorted(self._versions.items()))
+            reason = (
+                f"no engine served at least {request.at_least.name} within {self._wait_s:g} s, "
+                f"but {served or 'nothing'}; publish it, or demand an older one"
+            )
+            raise EngineTimeoutError("fleet", reason, may_have_begun=False) from error
+
+    def _others(self, tried: Set[EngineId]) -> dict[EngineId, Engine]:
+        return {engine.id: engine for engine in self._serving() if engine.id not in tried}
+
+    def _new_enough(self, engine: EngineId, request: GenerateRequest) -> bool:
+        if request.at_least is None:
+            return True
+        version = self._versions.get(engine)
+        return version is not None and version.order >= request.at_least.order
+
+    def _pick(self, request: GenerateRequest, engines: Mapping[EngineId, Engine]) -> Engine:
         least = min(engines, key=lambda name: self._load[name])
         keys = _keys(request)
         home = next((self._homes[key] for key in keys if self._homes.get(key) in engines), None)

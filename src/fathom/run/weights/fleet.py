@@ -41,9 +41,11 @@ class Fleet:
         recorder: Recorder,
         *,
         health_s: float,
+        request_s: float,
         look_s: float = _LOOK_S,
     ) -> None:
-        """`size` engines are started, `engine-0` and so on; each must answer a look within `health_s`."""
+        """`size` engines are started, `engine-0` and so on; each must answer a look within `health_s`. A request waits
+        at most `request_s` for the version it demands."""
         self._first = [EngineId(f"engine-{number}") for number in range(size)]
         self._numbers = count(size)
         self._launch = launch
@@ -59,7 +61,7 @@ class Fleet:
         self._failure: BaseException | None = None
         self._turns = 0
         self._publisher: Publisher | None = None
-        self.router = Router(lambda: self.serving, self.fence)
+        self.router = Router(lambda: self.serving, self.fence, wait_s=request_s)
 
     async def start(self) -> None:
         """Launch the first engines, all at once. Raises ConfigError or EngineError when one cannot start."""
@@ -241,7 +243,7 @@ class Fleet:
 
     def serves(self, engine: EngineId, version: PolicyVersion) -> None:
         """See `Listener.serves`."""
-        self.router.release(engine)
+        self.router.serves(engine, version)
         self._recorder.record(EngineServes(engine=engine, version=version))
 
     def fenced(self, engine: EngineId, reason: str) -> None:
@@ -258,6 +260,7 @@ class Fleet:
         self._wake()
 
     def _wake(self) -> None:
+        self.router.look_again()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 import msgspec
 import numpy as np
 
-from fathom.core.errors import EngineError, PayloadError
+from fathom.core.errors import EngineError, EngineRefusedError, PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest
 from fathom.core.records.sampling import FinishReason, InFlightMode
@@ -163,6 +163,49 @@ async def pinned_requests_keep_their_version(subject: Subject) -> None:
         np.testing.assert_allclose(done.logprobs, reference.logprobs, atol=subject.tolerance)
 
 
+async def an_older_version_than_demanded_is_refused(subject: Subject) -> None:
+    """A version that is only staged does not serve yet; once it is committed, every token is of it or a newer one."""
+    before = await subject.serve()
+    after = (await subject.prepare()).version
+    demanding = subject.request(new=_LONG, at_least=after)
+    complaint = await _complaint(subject.run(demanding), (EngineRefusedError,))
+    assert before.name in complaint
+    assert after.name in complaint
+    await subject.engine.commit(after, InFlightMode.CONTINUE)
+    running = await subject.begin(demanding)
+    newest = (await subject.prepare()).version
+    await subject.engine.commit(newest, InFlightMode.CONTINUE)
+    done = await running.finish()
+    assert set(done.policy_version.tolist()) <= {after.number, newest.number}
+    assert min(done.kv_version.tolist()) == after.number
+    await subject.run(subject.request(new=2, at_least=before))
+
+
+async def versions_are_ordered_by_incarnation_then_number(subject: Subject) -> None:
+    """A later incarnation is newer whatever its numbers; the same place under another digest is another run's."""
+    version = await subject.serve()
+    change = msgspec.structs.replace
+    lower = change(version, incarnation=version.incarnation - 1, number=version.number + 1_000_000)
+    await subject.run(subject.request(new=2, at_least=lower))
+    for beyond in (change(version, incarnation=version.incarnation + 1, number=0), change(version, digest="0" * 64)):
+        complaint = await _complaint(subject.run(subject.request(new=2, at_least=beyond)), (EngineRefusedError,))
+        assert version.name in complaint
+        assert beyond.name in complaint
+
+
+async def exactly_another_version_is_refused(subject: Subject) -> None:
+    """A version that the engine never held cannot be pinned, nor can one and a least version be demanded at once."""
+    if not subject.engine.capabilities.pinned_versions:
+        return
+    version = await subject.serve()
+    never = msgspec.structs.replace(version, number=version.number + 1_000_000)
+    complaint = await _complaint(subject.run(subject.request(new=2, pinned=never)), (EngineRefusedError,))
+    assert version.name in complaint
+    assert never.name in complaint
+    both = subject.request(new=2, pinned=version, at_least=version)
+    assert "one of the two" in await _complaint(subject.run(both), (EngineRefusedError,))
+
+
 async def _across_a_commit(subject: Subject, mode: InFlightMode) -> tuple[PolicyVersion, PolicyVersion, Generated]:
     """A generation during which a version was committed."""
     before = await subject.serve()
@@ -215,4 +258,7 @@ VERSION_CASES: tuple[Case, ...] = (
     staging_again_replaces,
     what_does_not_fit_is_not_staged,
     pinned_requests_keep_their_version,
+    an_older_version_than_demanded_is_refused,
+    versions_are_ordered_by_incarnation_then_number,
+    exactly_another_version_is_refused,
 )

@@ -28,7 +28,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import FinishReason, InFlightMode
 from fathom.rollout.engines.admission_queue import AdmissionQueue
-from fathom.rollout.engines.refusals import why_not_generate, why_not_score
+from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_score, why_not_version
 from fathom.rollout.engines.scripted.fault import Call, Fault, Trouble
 from fathom.rollout.engines.scripted.generation import Generation, tampered
 from fathom.rollout.engines.scripted.script import Script
@@ -238,11 +238,12 @@ class ScriptedEngine:
         self._require_alive(may_have_begun=False)
         live = self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._script.vocab_size))
+        self._refuse(why_not_version(request, live))
         if request.request_id in self._seen:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
         in_use = [each.request.pinned for each in self._generations.values()]
         if request.pinned is not None and request.pinned not in (live, self._pinned_last, *in_use):
-            raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
+            raise self._refusal(not_held(request.pinned, live))
         self._pinned_last = request.pinned or self._pinned_last
         self._seen.add(request.request_id)
         generation = Generation(request, self._capabilities.max_context_tokens, self._decode)

@@ -24,7 +24,7 @@ from fathom.core.ports.engine import (
     VerifyReport,
 )
 from fathom.core.records.sampling import InFlightMode
-from fathom.rollout.engines.refusals import why_not_generate, why_not_score
+from fathom.rollout.engines.refusals import why_not_generate, why_not_score, why_not_version
 from fathom.rollout.engines.vllm.expected import Form, expected_tensors
 from fathom.rollout.engines.vllm.gate import Gate
 from fathom.rollout.engines.vllm.generation import Generation
@@ -114,6 +114,9 @@ class VllmEngine:
                 await self._gate.enter()
             try:
                 version = self._weights.serving
+                if wrong := why_not_version(request, version):
+                    self._seen.discard(name)
+                    raise EngineRefusedError(self.id, wrong)
                 generation = Generation(request, version, self._facts.vocab_size, arrived_s)
                 self._running[name] = generation
                 if name in self._aborted:

@@ -33,7 +33,7 @@ from fathom.rollout.engines.embedded.messages import Failure, FailureKind, Reque
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
-from fathom.rollout.engines.refusals import why_not_generate, why_not_score
+from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_score, why_not_version
 from fathom.sync.transports.reception import Held
 
 T = TypeVar("T")
@@ -134,13 +134,14 @@ class Scheduler:
                 self._outgoing.append((stream, RequestFailure(request_id=request.request_id, failure=failure)))
 
     def _queue_generation(self, request: GenerateRequest, stream: Stream) -> None:
-        self._serving()
+        serving = self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._decoder.vocab_size))
+        self._refuse(why_not_version(request, serving))
         if request.request_id in self._seen:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
         pinned = None if request.pinned is None else self._weights.pin(request.pinned)
         if request.pinned is not None and pinned is None:
-            raise self._refusal(f"it does not hold {request.pinned.name}; pin a version while it serves")
+            raise self._refusal(not_held(request.pinned, serving))
         job = Job(request=request, stream=stream, arrived_s=time.monotonic(), pinned=pinned)
         self._seen.add(request.request_id)
         self._jobs[request.request_id] = job
