@@ -29,6 +29,10 @@ class DataError(ConfigError):
     """A data file cannot be used as asked. Names the file, the row and what was found."""
 
 
+class NotAppendableError(FathomError):
+    """A chat template cannot go on from what was sampled: the conversation has to be rendered as a whole."""
+
+
 class RecordError(FathomError):
     """A record contradicts itself (lengths, order, ranges). It never enters the buffer."""
 

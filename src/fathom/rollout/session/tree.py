@@ -62,6 +62,7 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
+        self._prompts: dict[int | None, list[int]] = {}
         self._extended: set[int] = set()
 
     def __len__(self) -> int:
@@ -73,6 +74,8 @@ class TokenTree:
     def add_prompt(self, parent: int | None, token_ids: np.ndarray, messages: Sequence[Message]) -> int:
         """A prompt that goes on from a turn, or from nothing; returns its place. `token_ids`: int32 [R].
 
+        The same prompt at the same place is there once.
+
         Raises:
             RecordError: nothing is there to answer: no parent and no token.
         """
@@ -81,8 +84,11 @@ class TokenTree:
         length = len(token_ids) + (self._nodes[parent].length if parent is not None else 0)
         if not length:
             raise RecordError("a prompt is empty; a model needs at least one token to go on from")
-        prompt = Prompt(parent=parent, token_ids=token_ids, messages=tuple(messages), length=length)
-        return self._add(prompt)
+        for place in self._prompts.setdefault(parent, []):
+            if np.array_equal(self.own_tokens(place), token_ids):
+                return place
+        self._prompts[parent].append(len(self._nodes))
+        return self._add(Prompt(parent=parent, token_ids=token_ids, messages=tuple(messages), length=length))
 
     def add_turn(self, prompt: int, sampled: Sampled, message: Message | None) -> int:
         """An answer to a prompt; returns its place."""
@@ -98,6 +104,10 @@ class TokenTree:
     def context(self, place: int) -> np.ndarray:
         """int32 [T]: all tokens from the root to this node, its own included."""
         return np.concatenate([_token_ids(node) for _, node in self._path(place)], dtype=np.int32)
+
+    def own_tokens(self, place: int) -> np.ndarray:
+        """int32: the tokens that this node adds."""
+        return _token_ids(self._nodes[place])
 
     def routed(self, place: int | None) -> int:
         """Tokens from the root to this node whose expert routes are recorded, from the first on without a gap."""
