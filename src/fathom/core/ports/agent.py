@@ -1,0 +1,93 @@
+"""The port of environments in which an agent acts: it talks to a base URL, as it would to any provider of models.
+
+Whatever the agent is, an async function or a program that nobody will rewrite, it needs a base URL and a key. What the
+model was sent and sampled is kept on the other side of that URL; nothing here knows tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from fathom.core.ports.environment import Task
+from fathom.core.records.message import Message
+from fathom.core.records.sampling import FinishReason
+from fathom.core.records.trajectory import Graded
+
+
+class Endpoint(msgspec.Struct, frozen=True, tag="endpoint.1"):
+    """Where an agent finds its model."""
+
+    base_url: str
+    """Without a path. For OpenAI's clients add `/v1`; Anthropic's take it as it is."""
+    key: str
+    """The API key. It names the session: one episode, one key."""
+    model: str
+    """What to call the model."""
+
+
+class Acting(StrEnum):
+    """How an agent's work ended."""
+
+    ENDED = "ended"
+    """It returned."""
+    TIMEOUT = "timeout"
+    """Its time was over. What it left behind is graded all the same."""
+    FAILED = "failed"
+    """It raised, or its program ended with an error. Graded all the same: the environment may tell why."""
+
+
+class Transcript(msgspec.Struct, frozen=True, tag="transcript.1"):
+    """What an episode looked like from the agent's side."""
+
+    messages: tuple[Message, ...]
+    """The conversation that ended last. Empty: the model was asked nothing."""
+    finish_reasons: tuple[FinishReason, ...]
+    """Of all turns, in the order in which they ended."""
+    acting: Acting
+    """How acting ended."""
+    detail: str
+    """Why, for people. Empty: it returned."""
+
+
+class AgentEpisode(Protocol):
+    """One attempt at a task. The calls come in this order, each under a limit of its own; `close` always comes.
+
+    It lives in a process of its own, which is killed after `close`, with all that it started.
+    """
+
+    async def boot(self) -> None:
+        """Make the world ready. An exception means *ungraded*, cause `boot_error`."""
+        ...
+
+    async def act(self, endpoint: Endpoint) -> None:
+        """Let the agent work."""
+        ...
+
+    async def grade(self, transcript: Transcript) -> Graded:
+        """Judge what it left. An exception means *ungraded*, cause `grader_error`, never reward 0."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """A set of tasks in which an agent acts. Instances are sent to a process when a run starts: picklable."""
+
+    def tasks(self) -> Sequence[Task]:
+        """Training tasks, in a fixed order."""
+        ...
+
+    def eval_tasks(self) -> Sequence[Task]:
+        """Held-out tasks, disjoint from `tasks`. May be empty."""
+        ...
+
+    def episode(self, task: Task) -> AgentEpisode:
+        """A new attempt at a task. Does nothing yet."""
+        ...
