@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import final
@@ -55,6 +56,8 @@ class MemoryReceiver:
         self._staging = self._serving if self._live else spare
         self._version: PolicyVersion | None = None
         self._staged: Manifest | None = None
+        self._receiving = asyncio.Lock()
+        self._paused_at_s: float | None = None
 
     @property
     def id(self) -> EngineId:
@@ -94,15 +97,21 @@ class MemoryReceiver:
         """The tensors that serve."""
         return self._serving
 
+    @property
+    def staging(self) -> Mapping[str, Tensor]:
+        """The tensors that a version is received into: those that serve, where it receives into its live memory."""
+        return self._staging
+
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         """Receive into the tensors that do not serve. Raises `PayloadError` when they do not fit."""
         started = time.perf_counter()
-        self._staged = None
-        if self._live:
-            self._version = None
-        serving = Held(version=self._version, tensors=self._serving) if self._version else None
-        moved_bytes = await self._inbox.receive(manifest, source, self._staging, serving)
-        self._staged = manifest
+        async with self._receiving:
+            self._staged = None
+            if self._live and self._version is not None:
+                self._version, self._paused_at_s = None, time.perf_counter()
+            serving = Held(version=self._version, tensors=self._serving) if self._version else None
+            moved_bytes = await self._inbox.receive(manifest, source, self._staging, serving)
+            self._staged = manifest
         return StageReport(
             size_bytes=manifest.size_bytes, moved_bytes=moved_bytes, receive_s=time.perf_counter() - started
         )
@@ -121,11 +130,17 @@ class MemoryReceiver:
             raise EngineError(self._id, f"asked to commit {version.name}, but {self.staged} is staged; stage it first")
         self._serving, self._staging = self._staging, self._serving
         self._version, self._staged = version, None
-        return CommitReport(version=version, pause_s=0.0, running=0)
+        pause_s = 0.0 if self._paused_at_s is None else time.perf_counter() - self._paused_at_s
+        self._paused_at_s = None
+        return CommitReport(version=version, pause_s=pause_s, running=0)
 
     async def rollback(self) -> None:
         """Forget what is staged."""
         self._staged = None
+
+    def close(self) -> None:
+        """Let go of what its inbox keeps. Idempotent."""
+        self._inbox.close()
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Refused: it holds tensors, not a model."""

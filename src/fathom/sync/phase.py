@@ -40,29 +40,69 @@ class Phase(Generic[T]):
         """Seconds the slowest of the engines that answered took."""
 
     async def run(self, engines: Iterable[Receiver], call: Callable[[Receiver], Awaitable[T]]) -> None:
-        """Return when every engine answered, refused or failed: at the latest after the deadline."""
+        """Return when every engine answered, refused or failed: at the latest after the deadline.
+
+        An engine that does not even react to being cancelled then is left to itself; its late answer counts no more.
+        """
         self.interrupted = {}
         await asyncio.gather(*(self._attempt(engine, call) for engine in engines))
 
+    @property
+    def unanswered(self) -> dict[EngineId, str]:
+        """Why engines did not answer, whatever the kind."""
+        return self.refused | self.failed | self.interrupted
+
     def reason(self, engine: EngineId) -> str:
         """Why this engine did not answer."""
-        return self.refused.get(engine) or self.failed.get(engine) or f"its {self._name} was interrupted"
+        return self.unanswered.get(engine) or f"its {self._name} was interrupted"
 
     async def _attempt(self, engine: Receiver, call: Callable[[Receiver], Awaitable[T]]) -> None:
         started = time.perf_counter()
+        work = asyncio.create_task(self._work(engine, call))
+        work.add_done_callback(_heard)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._faults.reach(f"{self._name}.before.{engine.id}")
-                answer = await call(engine)
-                await self._faults.reach(f"{self._name}.after.{engine.id}")
-        except (PayloadError, EngineRefusedError) as error:
-            self.refused[engine.id] = f"{self._name}: {error}"
-        except TransferInterruptedError as error:
-            self.interrupted[engine.id] = f"{self._name}: {error}"
-        except TimeoutError:
-            self.failed[engine.id] = f"{self._name} did not end within {self._timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine raises, it is the engine that failed
-            self.failed[engine.id] = f"{self._name} failed: {type(error).__name__}: {error}"
+            await asyncio.wait({work}, timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            work.cancel()
+            await asyncio.wait({work}, timeout=self._timeout_s)
+            if work.done() and not work.cancelled():
+                self._sort(engine.id, work, time.perf_counter() - started)
+            raise
+        if work.done():
+            self._sort(engine.id, work, time.perf_counter() - started)
         else:
-            self.answers[engine.id] = answer
-            self.slowest_s = max(self.slowest_s, time.perf_counter() - started)
+            work.cancel()
+            self.failed[engine.id] = f"{self._name} did not end within {self._timeout_s:g} s"
+
+    def _sort(self, engine: EngineId, work: asyncio.Task[T], seconds: float) -> None:
+        try:
+            answer = work.result()
+        except (PayloadError, EngineRefusedError) as error:
+            self.refused[engine] = f"{self._name}: {error}"
+        except TransferInterruptedError as error:
+            self.interrupted[engine] = f"{self._name}: {error}"
+        except asyncio.CancelledError:  # nobody here did: the engine's own call ended with it
+            self.failed[engine] = f"{self._name} failed: it was cancelled inside"
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever an engine raises, it is the engine that failed
+            self.failed[engine] = f"{self._name} failed: {type(error).__name__}: {error}"
+        else:
+            self.answers[engine] = answer
+            self.slowest_s = max(self.slowest_s, seconds)
+
+    async def _work(self, engine: Receiver, call: Callable[[Receiver], Awaitable[T]]) -> T:
+        await self._faults.reach(f"{self._name}.before.{engine.id}")
+        answer = await call(engine)
+        await self._faults.reach(f"{self._name}.after.{engine.id}")
+        return answer
+
+
+def asked_to_stop() -> bool:
+    """Whether the task that calls this is cancelled: an error of that kind may also come out of what it called."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _heard(late: asyncio.Task[T]) -> None:
+    """Look at what a call ended with, so that nothing complains that nobody did when it ended too late."""
+    if not late.cancelled():
+        late.exception()

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, final
+from typing import final
 
+import torch
 from torch import Tensor
 
 from fathom.config.sync import SyncConfig
@@ -30,18 +30,18 @@ from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import build_manifest, few
 from fathom.sync.listener import Deaf, Listener
-from fathom.sync.phase import Phase
+from fathom.sync.phase import Phase, asked_to_stop
 from fathom.sync.probe import Probe
 from fathom.sync.publication import Publication
 from fathom.sync.receiver import Receiver
+from fathom.sync.transport_thread import TransportThread
 from fathom.sync.transports.transport import Transport
-
-T = TypeVar("T")
 
 _NO_FAULTS = NoFaults()
 _MAX_BREAKS = 2
 """So often a transfer may break with no engine to blame."""
 _RESTORING = "it is being restored"
+_OVERWRITTEN = "a version that it did not commit was written over what it served; restore it"
 
 _DEAF = Deaf()
 
@@ -78,15 +78,17 @@ class Publisher:
         """`faults` reaches `hold` and `offer`, each `.before` and `.after`, and the phases stage, verify, commit and
         rollback, by engine."""
         self._engines = {engine.id: engine for engine in engines}
-        self._transport = transport
+        if len(self._engines) < len(engines):
+            raise ValueError(f"two engines have the same name: {[engine.id for engine in engines]}")
+        self._transport = TransportThread(transport, config.timeout_s, faults)
         self._config = config
         self._faults = faults
         self._listener = listener
         self._fenced: dict[EngineId, str] = {}
         self._by_behaviour: set[EngineId] = set()
+        self._overwritten: set[EngineId] = set()
         self._delivered: _Held | None = None
         self._turn = asyncio.Lock()
-        self._transport_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transport")
 
     @property
     def delivered(self) -> PolicyVersion | None:
@@ -108,7 +110,8 @@ class Publisher:
         if engine not in self._engines:
             return
         news = engine not in self._fenced
-        self._fenced[engine] = reason
+        if news or self._fenced[engine] == _RESTORING:
+            self._fenced[engine] = reason
         if news:
             self._listener.fenced(engine, reason)
 
@@ -144,17 +147,19 @@ class Publisher:
             parent = self._parent(number, incarnation)
             self._require_engines()
             started = time.perf_counter()
-            manifest = await asyncio.to_thread(build_manifest, number, incarnation, parent, tensors)
+            threads = torch.get_num_threads()
+            manifest = await asyncio.to_thread(build_manifest, number, incarnation, parent, tensors, threads=threads)
             try:
-                await self._hold(manifest, tensors)
+                await self._transport.hold(manifest, tensors)
                 write_s = time.perf_counter() - started
                 if written is not None:
                     written.set()
                 return await self._deliver(_Held(manifest=manifest, mode=mode, probe=probe), write_s)
             finally:
+                self._fence_overwritten()
                 for version in (before, manifest.version):
                     if version is not None and version != self.delivered:
-                        self._transport_thread.submit(self._transport.release, version)
+                        self._transport.release(version)
 
     async def restore(self, engine: Receiver) -> None:
         """Let an engine serve (again): a fenced one, its replacement, or a new one, by a full verified reload.
@@ -165,8 +170,10 @@ class Publisher:
             EngineError: it failed again and stays fenced.
         """
         async with self._turn:
+            self.fence(engine.id, _RESTORING)  # heard where it, or its predecessor, still served
             self._engines[engine.id] = engine
             self._fenced[engine.id] = _RESTORING
+            self._by_behaviour.discard(engine.id)
             if self._delivered is not None:
                 await self._reload(self._delivered, [engine.id])
             if self._fenced[engine.id] != _RESTORING:
@@ -178,6 +185,7 @@ class Publisher:
         async with self._turn:
             self._engines.pop(engine, None)
             self._fenced.pop(engine, None)
+            self._by_behaviour.discard(engine)
 
     async def close(self) -> None:
         """Close the transport. Engines go on serving what they hold; nothing more is published. Idempotent.
@@ -185,19 +193,14 @@ class Publisher:
         Raises:
             DeliveryError: a write is stuck; its bytes were not removed.
         """
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                await asyncio.to_thread(self._transport_thread.shutdown)
-        except TimeoutError as error:
-            raise DeliveryError("a write of weights is stuck: look at the medium, then end the process") from error
-        self._transport.close()
+        await self._transport.close()
 
     async def _deliver(self, held: _Held, write_s: float) -> Publication:
         """The protocol, from a readable version to one that serves."""
         fenced_before, parent = set(self._fenced), self.delivered
         try:
             stage, verify = await self._prepare(held, self._trusted())
-        except DeliveryError:
+        except (DeliveryError, PayloadError):
             await self._roll_back(self._trusted())
             raise
         refused = stage.refused | verify.refused
@@ -208,7 +211,7 @@ class Publisher:
         if len(self._trusted()) < self._config.min_engines:
             await self._roll_back(self._trusted())
         self._require_engines()
-        commit = await self._commit(held, self._trusted())
+        commit = await self._commit(held, [engine for engine in self._trusted() if engine in verify.answers])
         self._require_engines()
         return Publication(
             version=held.version,
@@ -224,44 +227,32 @@ class Publisher:
             fenced={engine: reason for engine, reason in self._fenced.items() if engine not in fenced_before},
         )
 
-    async def _hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        await self._on_transport("hold", manifest, lambda: self._transport.hold(manifest, tensors))
-
-    async def _offer(self, manifest: Manifest, engines: Sequence[EngineId]) -> WeightSource:
-        return await self._on_transport("offer", manifest, lambda: self._transport.offer(manifest.version, engines))
-
-    async def _on_transport(self, name: str, manifest: Manifest, call: Callable[[], T]) -> T:
-        """One thread serves the transport, so what outlives its deadline is finished before anything else begins."""
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                await self._faults.reach(f"{name}.before")
-                answer = await asyncio.get_running_loop().run_in_executor(self._transport_thread, call)
-                await self._faults.reach(f"{name}.after")
-                return answer
-        except TimeoutError as error:
-            raise DeliveryError(
-                f"the transport did not {name} {manifest.version.name} within {self._config.timeout_s:g} s; "
-                "look at the medium, or raise sync.timeout_s"
-            ) from error
-        except (DeliveryError, PayloadError):
-            raise
-        except Exception as error:  # the boundary: whatever a transport raises, the version was not delivered
-            reason = f"{type(error).__name__}: {error}"
-            raise DeliveryError(f"the transport could not {name} {manifest.version.name}: {reason}") from error
-
     async def _stage(self, held: _Held, engines: Sequence[EngineId]) -> Phase[StageReport]:
         """In rounds: an engine that breaks a transfer shared with others is left out of the next one.
 
-        Raises `DeliveryError` when it broke twice and no engine is to blame.
+        Raises `DeliveryError` when it broke twice, no engine failed, and none has got it: the medium is at fault.
         """
+
+        async def receive(source: WeightSource, engine: Receiver) -> StageReport:
+            if engine.capabilities.receives_into is ReceivesInto.LIVE:
+                self._overwritten.add(engine.id)
+            report = await engine.stage(held.manifest, source)
+            if report.size_bytes != held.manifest.size_bytes or report.moved_bytes < 0:
+                counted = f"says it received {report.size_bytes} bytes by moving {report.moved_bytes}"
+                raise EngineError(engine.id, f"{counted}; {held.version.name} has {held.manifest.size_bytes}")
+            return report
+
         stage = Phase[StageReport]("stage", self._config.timeout_s, self._faults)
         blameless = 0
         while engines:
-            source = await self._offer(held.manifest, engines)
-            await stage.run(self._named(engines), partial(_stage, held.manifest, source))
+            source = await self._transport.offer(held.version, engines)
+            await stage.run(self._named(engines), partial(receive, source))
             self._fence_all(stage.failed)
             blameless += len(stage.interrupted) == len(engines)
             if blameless == _MAX_BREAKS:
+                if stage.answers:
+                    self._fence_all(stage.interrupted)
+                    break
                 raise DeliveryError(f"the transfer of {held.version.name} broke twice: {_listed(stage.interrupted)}")
             engines = tuple(stage.interrupted)
         return stage
@@ -273,7 +264,9 @@ class Publisher:
 
         async def prove(engine: Receiver) -> VerifyReport:
             report = await engine.verify()
-            if report.kind is not DigestKind.MEMORY:
+            if report.kind is DigestKind.MEMORY:
+                self._by_behaviour.discard(engine.id)
+            else:
                 if held.probe is None:
                     reason = "digests only what it received: without a probe nothing proves what it holds"
                     raise EngineError(engine.id, reason)
@@ -286,7 +279,7 @@ class Publisher:
         stage = await self._stage(held, tuple(engines))
         verify = Phase[VerifyReport]("verify", self._config.timeout_s, self._faults)
         await verify.run(self._named(stage.answers), prove)
-        self._fence_all(verify.failed)
+        self._fence_all(verify.failed | verify.interrupted)
         return stage, verify
 
     async def _commit(self, held: _Held, engines: Iterable[EngineId]) -> Phase[CommitReport]:
@@ -301,6 +294,9 @@ class Publisher:
                 raise EngineError(engine.id, f"committed {report.version.name} instead of {held.version.name}")
             if probe is not None:
                 await probe.check(engine, held.version)
+            if asked_to_stop() or self._fenced.get(engine.id, _RESTORING) != _RESTORING:
+                raise EngineError(engine.id, f"it committed {held.version.name} when nobody waited for it any more")
+            self._overwritten.discard(engine.id)
             self._listener.serves(engine.id, report.version)
             return report
 
@@ -316,27 +312,30 @@ class Publisher:
     async def _roll_back(self, engines: Iterable[EngineId]) -> None:
         """Make engines forget what is staged; one that does not confirm is fenced.
 
-        Where it was received over what served, the parent is loaded again.
+        Where it was received over what served, the version that serves elsewhere is loaded again.
         """
         rollback = Phase[None]("rollback", self._config.timeout_s, self._faults)
         await rollback.run(self._named(engines), lambda engine: engine.rollback())
-        self._fence_all(rollback.refused | rollback.failed)
-        live = [engine for engine in rollback.answers if self._receives_into(engine) is ReceivesInto.LIVE]
-        if live and self._delivered is not None:
-            await self._reload(self._delivered, live)
+        self._fence_all(rollback.unanswered)
+        overwritten = [engine for engine in rollback.answers if engine in self._overwritten]
+        if overwritten and self._delivered is not None:
+            await self._reload(self._delivered, overwritten)
 
     async def _reload(self, held: _Held, engines: Sequence[EngineId]) -> None:
         """A full verified load of what serves elsewhere; an engine that does not take it is fenced."""
         try:
             stage, verify = await self._prepare(held, engines)
-        except DeliveryError as error:
+        except (DeliveryError, PayloadError) as error:
             self._fence_all({engine: str(error) for engine in engines})
             return
         self._fence_all(stage.refused | verify.refused)
         await self._commit(held, verify.answers)
 
-    def _receives_into(self, engine: EngineId) -> ReceivesInto:
-        return self._engines[engine].capabilities.receives_into
+    def _fence_overwritten(self) -> None:
+        """Whatever ended a publication, cancellation included: nobody is left with half a version over its own."""
+        if self._delivered is not None:
+            self._fence_all({engine: _OVERWRITTEN for engine in self._overwritten})
+        self._overwritten.clear()
 
     def _fence_all(self, reasons: Mapping[EngineId, str]) -> None:
         for engine, reason in reasons.items():
@@ -367,10 +366,6 @@ class Publisher:
                 f"{ready} engines can take a version, {self._config.min_engines} are required; restore those fenced: "
                 f"{_listed(self._fenced)}"
             )
-
-
-async def _stage(manifest: Manifest, source: WeightSource, engine: Receiver) -> StageReport:
-    return await engine.stage(manifest, source)
 
 
 def _listed(reasons: Mapping[EngineId, str]) -> str:
