@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offers import hold_and_offer, receive
+from offers import ENGINE, hold_and_offer, receive
 
 from fathom.config.families import TransportKind
 from fathom.config.sync import SyncConfig
@@ -64,17 +64,19 @@ def test_a_version_stays_whole_while_the_next_one_is_written(transport):
     before = None
     for number, tensors in enumerate(versions):
         manifest = build_manifest(number, 1, None, tensors)
-        source = hold_and_offer(transport, manifest, tensors)
-        for each_manifest, each_source in filter(None, [before, (manifest, source)]):
+        transport.hold(manifest, tensors)
+        for each in filter(None, [before, manifest]):
             into = staging()
-            asyncio.run(receive(each_source, each_manifest, into))
-            assert digest(into) == each_manifest.version.digest
+            asyncio.run(receive(transport.offer(each.version, [ENGINE]), each, into))
+            assert digest(into) == each.version.digest
         if before is not None:
-            transport.release(before[0].version)
-        before = (manifest, source)
+            transport.release(before.version)
+        before = manifest
 
 
-def test_closing_removes_everything_and_can_be_repeated(transport):
+@pytest.mark.parametrize("kind", [TransportKind.SHARED, TransportKind.DISK])
+def test_closing_removes_everything_and_can_be_repeated(tmp_path, kind):
+    transport = TRANSPORTS[kind](tmp_path, SyncConfig(transport=kind))
     manifest = build_manifest(0, 1, None, model())
     path = Path(hold_and_offer(transport, manifest, model()).path)
     assert path.exists()

@@ -29,6 +29,16 @@ class TransportKind(StrEnum):
 
     SHARED = "shared"
     DISK = "disk"
+    BROADCAST = "broadcast"
+
+
+class CollectiveBackend(StrEnum):
+    """What carries a broadcast."""
+
+    AUTO = "auto"
+    """NCCL where trainer and engines each hold weights on a GPU of their own, else Gloo."""
+    GLOO = "gloo"
+    NCCL = "nccl"
 
 
 class OnStale(StrEnum):

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
 
-from fathom.config.families import TransportKind
+from pydantic import Field, model_validator
+
+from fathom.config.families import CollectiveBackend, TransportKind
 from fathom.config.section import Section
+
+
+class BroadcastConfig(Section):
+    """Weights by collectives over `torch.distributed`."""
+
+    bucket_mb: int = Field(default=8, gt=0)
+    """MB (2^20 bytes) of weights that travel in one broadcast; two are under way at once."""
+    host: str = "127.0.0.1"
+    """Address of the trainer at which engines meet it. Beyond loopback only where every host of the network is trusted:
+    the collectives of torch neither encrypt nor authenticate."""
+    stall_s: float = Field(default=10.0, gt=0)
+    """A transfer that makes no progress for so long, for one engine, is broken off for all and begun again without it;
+    two buckets must travel within it. Less than `sync.timeout_s`."""
+    backend: CollectiveBackend = CollectiveBackend.AUTO
+    """What carries it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"engines cannot meet the trainer at host = '{self.host}'; name one of its addresses")
+        return self
 
 
 class SyncConfig(Section):
@@ -15,6 +38,8 @@ class SyncConfig(Section):
     """The transport."""
     min_engines: int = Field(default=1, gt=0)
     """A publication needs at least this many engines to commit; at most `engine.count`."""
+    broadcast: BroadcastConfig | None = None
+    """Of `transport = "broadcast"` only. None: its defaults."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of each phase."""
     gap_rows: int = Field(default=4, ge=0)
@@ -22,3 +47,17 @@ class SyncConfig(Section):
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Nats, on average, by which an engine that cannot digest the memory it computes with may differ from the trainer
     when it is probed at each commit. None: 0.001 in float32, 0.15 in bfloat16."""
+
+    @model_validator(mode="after")
+    def _check_broadcast(self) -> Self:
+        if self.transport is not TransportKind.BROADCAST:
+            if self.broadcast is not None:
+                raise ValueError(f"sync.broadcast changes nothing with sync.transport = '{self.transport}'; remove it")
+            return self
+        stall_s = (self.broadcast or BroadcastConfig()).stall_s
+        if stall_s >= self.timeout_s:
+            raise ValueError(
+                f"sync.broadcast.stall_s = {stall_s:g} must be less than sync.timeout_s = {self.timeout_s:g}, so that "
+                "an engine that stalls is left out in time; lower the one or raise the other"
+            )
+        return self

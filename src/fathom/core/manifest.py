@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fathom.core.ids import PolicyVersion
+from fathom.core.ids import EngineId, PolicyVersion
 
 
 class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
@@ -54,4 +54,22 @@ class DiskSource(msgspec.Struct, frozen=True, tag="source.disk.1"):
     """The file."""
 
 
-WeightSource = SharedMemorySource | DiskSource
+class BroadcastSource(msgspec.Struct, frozen=True, tag="source.broadcast.1"):
+    """Bytes are broadcast to the engines of the offer once all of them are there. The contract on the wire is in
+    `sync/transports/broadcast/roll_call.py`."""
+
+    host: str
+    """Address of the key-value store at which sender and engines meet."""
+    port: int
+    """Its port."""
+    transfer: str
+    """Unguessable name of this transfer."""
+    ranks: dict[EngineId, int]
+    """Each engine's rank in the group, from 1; the sender is 0."""
+    bucket_bytes: int
+    """At most so many bytes travel in one broadcast."""
+    stall_s: float
+    """A transfer that makes no progress for so long is broken off."""
+
+
+WeightSource = SharedMemorySource | DiskSource | BroadcastSource

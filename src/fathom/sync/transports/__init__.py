@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fathom.config.families import TransportKind
-from fathom.config.sync import SyncConfig
+from fathom.config.sync import BroadcastConfig, SyncConfig
+from fathom.sync.transports.broadcast.transport import BroadcastTransport
 from fathom.sync.transports.disk import DiskTransport
 from fathom.sync.transports.shared import SharedTransport
 from fathom.sync.transports.transport import Transport
@@ -14,5 +15,6 @@ from fathom.sync.transports.transport import Transport
 TRANSPORTS: dict[TransportKind, Callable[[Path, SyncConfig], Transport]] = {
     TransportKind.SHARED: lambda run_folder, config: SharedTransport(run_folder),
     TransportKind.DISK: lambda run_folder, config: DiskTransport(run_folder),
+    TransportKind.BROADCAST: lambda run_folder, config: BroadcastTransport(config.broadcast or BroadcastConfig()),
 }
 """How each transport is opened for a run's folder."""

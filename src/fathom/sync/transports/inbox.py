@@ -9,8 +9,9 @@ from typing import final
 from torch import Tensor
 
 from fathom.core.ids import EngineId
-from fathom.core.manifest import DiskSource, Manifest, SharedMemorySource, WeightSource
+from fathom.core.manifest import BroadcastSource, DiskSource, Manifest, SharedMemorySource, WeightSource
 from fathom.core.ports.faults import Faults, NoFaults
+from fathom.sync.transports.broadcast.seat import Seat
 from fathom.sync.transports.disk import read_disk
 from fathom.sync.transports.reception import Held, Reception, check_fit
 from fathom.sync.transports.shared import read_shared
@@ -26,6 +27,7 @@ class Inbox:
         """`faults` reaches `receive.before` and `receive.after`."""
         self._engine = engine
         self._faults = faults
+        self._seat = Seat(engine)
 
     async def receive(
         self, manifest: Manifest, source: WeightSource, into: Mapping[str, Tensor], serving: Held | None
@@ -55,6 +57,7 @@ class Inbox:
 
     def close(self) -> None:
         """Let go of what was kept. Idempotent."""
+        self._seat.close()
 
     async def _in_thread(self, source: WeightSource, reception: Reception) -> int:
         reading = asyncio.create_task(asyncio.to_thread(self._read, source, reception))
@@ -71,3 +74,5 @@ class Inbox:
                 return read_shared(source, reception)
             case DiskSource():
                 return read_disk(source, reception)
+            case BroadcastSource():
+                return self._seat.receive(source, reception)

@@ -1,0 +1,50 @@
+"""The key-value store at which a sender and its engines meet: hosted by the sender, bound to one address."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from fathom.core.errors import DeliveryError
+from fathom.sync.transports.broadcast.roll_call import seconds
+
+_ANSWER_S = 10.0
+"""How long one call of the store may take."""
+
+
+def host_store(host: str) -> TCPStore:
+    """Serve one on a free port of this address. It ends when the last reference to it does.
+
+    Raises:
+        DeliveryError: the address is not one of this machine.
+    """
+    try:
+        listener = socket.create_server((host, 0))
+    except OSError as error:
+        raise DeliveryError(
+            f"no store can listen at {host} ({error}); set sync.broadcast.host to an own address"
+        ) from error
+    port = listener.getsockname()[1]  # by itself torch would listen at every address of the machine
+    return TCPStore(
+        host, port, None, True, seconds(_ANSWER_S), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreVisit:
+    """A connection to a store elsewhere."""
+
+    store: TCPStore
+    """The store."""
+    address: str
+    """This machine's address on the way to it: where other members can reach this one."""
+
+
+def visit_store(host: str, port: int) -> StoreVisit:
+    """Connect. Raises `OSError` or `RuntimeError` when nobody is there."""
+    with socket.create_connection((host, port), timeout=_ANSWER_S) as probe:  # torch would try on and on, loudly
+        address = probe.getsockname()[0]
+    store = TCPStore(host, port, None, False, seconds(_ANSWER_S), wait_for_workers=False)
+    return StoreVisit(store=store, address=address)
