@@ -147,6 +147,29 @@ def test_every_call_needs_the_token(bench: Bench) -> None:
         assert httpx.post(f"{bench.engine.process.url}/status", headers=headers).status_code == 401
 
 
+def test_one_attaches_to_an_engine_that_somebody_else_started(bench: Bench) -> None:
+    async def run() -> None:
+        process = bench.engine.process
+        other = await EmbeddedEngine.attach(process.url, process.spec.token)
+        assert (other.id, other.capabilities) == (bench.engine.id, bench.engine.capabilities)
+        version = await bench.subject.serve()
+        subject = Subject(other, bench.shelf.publish, bench.subject.vocab_size)
+        done = await subject.run(bench.subject.request(new=2))
+        assert set(done.policy_version.tolist()) == {version.number}
+        await other.close()
+        await bench.engine.health()
+        with pytest.raises(EngineRefusedError, match="token is missing or wrong"):
+            await EmbeddedEngine.attach(process.url, "wrong")
+
+    bench.runner.run(run())
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://", "ftp://127.0.0.1"])
+def test_what_is_no_engine_is_not_attached_to(url: str) -> None:
+    with pytest.raises((ConfigError, EngineError)):
+        asyncio.run(EmbeddedEngine.attach(url, "token"))
+
+
 def test_ctrl_c_is_the_parents_business(bench: Bench) -> None:
     os.kill(bench.engine.process.pid, signal.SIGINT)
     time.sleep(0.1)

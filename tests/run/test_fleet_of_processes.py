@@ -20,7 +20,7 @@ from fathom.ledger.events import EngineFenced, EngineJoined, EngineRestored, Eve
 from fathom.ledger.reader import LedgerReader
 from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.faulty_wire import FaultyWire, WireFault
-from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
+from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.run.weights.requests import JoinRequest, RequestBox
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ class Works:
             self.wires[spec.engine].append(FaultyWire(inner))
             return self.wires[spec.engine][-1]
 
-        engine = EmbeddedEngine(await EngineProcess.launch(spec), wire)
+        engine = await EmbeddedEngine.launch(spec, wire)
         self.engines[spec.engine].append(engine)
         return engine
 

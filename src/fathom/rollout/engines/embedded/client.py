@@ -6,12 +6,14 @@ import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Self, TypeVar, final
 
 import httpx
 import msgspec
 
 from fathom.core.errors import (
+    ConfigError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
@@ -45,7 +47,7 @@ from fathom.rollout.engines.embedded.messages import (
     VerifyCall,
 )
 from fathom.rollout.engines.embedded.multiplexer import Multiplexer, require_frames
-from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess
+from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess, Reach
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 _KEEP_IDLE_S = 5.0
@@ -69,16 +71,17 @@ def _plain(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
 
 @final
 class EmbeddedEngine:
-    """Owns the process. Calls in flight are limited by nothing but open files; each has a deadline."""
+    """Owns the process that it started. Calls in flight are limited by nothing but open files; each has a deadline."""
 
-    def __init__(self, process: EngineProcess, wire: Wire = _plain) -> None:
-        """`wire` may wrap the HTTP to the process, e.g. by `FaultyWire`."""
+    def __init__(self, reach: Reach, process: EngineProcess | None, wire: Wire) -> None:
+        """See `launch` and `attach`."""
         self._process = process
-        self._spec = process.spec
+        self._reach = reach
+        self._capabilities = None if process is None else process.capabilities
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S)
         self._http = httpx.AsyncClient(
-            base_url=process.url,
-            headers={"authorization": f"Bearer {process.spec.token}"},
+            base_url=reach.url,
+            headers={"authorization": f"Bearer {reach.token}"},
             transport=wire(httpx.AsyncHTTPTransport(limits=limits, trust_env=False)),
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # every call has a deadline of its own, where it is made
             trust_env=False,
@@ -86,28 +89,56 @@ class EmbeddedEngine:
         self._multiplexer = Multiplexer(self._http, self._abort)
 
     @classmethod
-    async def launch(cls, spec: EmbeddedSpec) -> Self:
-        """Start the process and wait until it is healthy. See `EngineProcess.launch` for what it raises."""
-        return cls(await EngineProcess.launch(spec))
+    async def launch(cls, spec: EmbeddedSpec, wire: Wire = _plain) -> Self:
+        """Start the process and wait until it is healthy. See `EngineProcess.launch` for what it raises.
+
+        `wire` may wrap the HTTP to the process, e.g. by `FaultyWire`.
+        """
+        process = await EngineProcess.launch(spec)
+        return cls(process.reach, process, wire)
+
+    @classmethod
+    async def attach(cls, url: str, token: str) -> Self:
+        """Speak to an engine that somebody else started, and that goes on when this is closed.
+
+        Raises:
+            ConfigError: this is no URL.
+            EngineError: it does not answer, or the token is not its own.
+        """
+        try:
+            engine = cls(Reach(engine=EngineId(url), url=url, token=token), None, _plain)
+        except httpx.InvalidURL as error:
+            raise ConfigError(
+                f"{url!r} is no URL of an engine ({error}); give one like http://127.0.0.1:8000"
+            ) from error
+        try:
+            status = await engine.status()
+        except BaseException:
+            await engine.close()
+            raise
+        engine._capabilities = status.capabilities
+        engine._reach = replace(engine._reach, engine=status.engine)
+        return engine
 
     @property
     def id(self) -> EngineId:
         """See `Engine.id`."""
-        return self._spec.engine
+        return self._reach.engine
 
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return self._process.capabilities
+        assert self._capabilities is not None, "it has not said yet what it can do"
+        return self._capabilities
 
     @property
-    def process(self) -> EngineProcess:
-        """The process behind it."""
+    def process(self) -> EngineProcess | None:
+        """The process behind it. None: somebody else started it."""
         return self._process
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See `Engine.generate`. Requests of the same moment travel together; each has its own deadline and end."""
-        deadline = _Deadline("generate", self._spec.request_timeout_s)
+        deadline = _Deadline("generate", self._reach.request_timeout_s)
         reply = self._multiplexer.start(request)
         try:
             while True:
@@ -125,7 +156,7 @@ class EmbeddedEngine:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """See `Engine.score`. Travels like a generation."""
-        deadline = _Deadline("score", self._spec.request_timeout_s)
+        deadline = _Deadline("score", self._reach.request_timeout_s)
         reply = self._multiplexer.start(request)
         try:
             async with self._boundary(deadline):
@@ -136,25 +167,25 @@ class EmbeddedEngine:
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         """See `Engine.stage`."""
         call = StageCall(manifest=manifest, source=source)
-        return await self._call("stage", call, StageReport, self._spec.weights_timeout_s)
+        return await self._call("stage", call, StageReport, self._reach.weights_timeout_s)
 
     async def verify(self) -> VerifyReport:
         """See `Engine.verify`."""
-        return await self._call("verify", VerifyCall(), VerifyReport, self._spec.weights_timeout_s)
+        return await self._call("verify", VerifyCall(), VerifyReport, self._reach.weights_timeout_s)
 
     async def commit(self, version: PolicyVersion, mode: InFlightMode) -> CommitReport:
         """See `Engine.commit`. A drain that misses the deadline is withdrawn: the old version goes on."""
-        deadline_s = self._spec.weights_timeout_s
+        deadline_s = self._reach.weights_timeout_s
         call = CommitCall(version=version, mode=mode, deadline_s=deadline_s)
         return await self._call("commit", call, CommitReport, deadline_s + _MARGIN_S)
 
     async def rollback(self) -> None:
         """See `Engine.rollback`."""
-        await self._call("rollback", RollbackCall(), Done, self._spec.weights_timeout_s)
+        await self._call("rollback", RollbackCall(), Done, self._reach.weights_timeout_s)
 
     async def status(self) -> EngineStatus:
         """See `Engine.status`."""
-        return await self._call("status", StatusCall(), EngineStatus, self._spec.call_timeout_s)
+        return await self._call("status", StatusCall(), EngineStatus, self._reach.call_timeout_s)
 
     async def health(self) -> None:
         """See `Engine.health`: its decode loop answers, not only its HTTP."""
@@ -162,12 +193,13 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await self._process.close()
+        if self._process is not None:
+            await self._process.close()
         await self._multiplexer.close()
         await self._http.aclose()
 
     async def _abort(self, request_ids: tuple[str, ...]) -> None:
-        await self._call("abort", AbortCall(request_ids=request_ids), Done, self._spec.call_timeout_s)
+        await self._call("abort", AbortCall(request_ids=request_ids), Done, self._reach.call_timeout_s)
 
     async def _call(self, name: str, call: msgspec.Struct, kind: type[Answer], timeout_s: float) -> Answer:
         async with self._boundary(_Deadline(name, timeout_s)):
@@ -192,7 +224,7 @@ class EmbeddedEngine:
             raise EngineTimeoutError(self.id, f"{deadline.name} took more than {deadline.timeout_s:g} s") from error
         except (httpx.TransportError, RecordError, ValueError) as error:
             sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            if await self._process.ended():
+            if self._process is not None and await self._process.ended():
                 raise self._process.death(f"ended during {deadline.name}", may_have_begun=sent) from error
             reason = f"{deadline.name} failed: {type(error).__name__}: {error}{_advice(error)}"
             raise EngineError(self.id, reason, may_have_begun=sent) from error

@@ -25,7 +25,7 @@ class WireFault(StrEnum):
 
 @final
 class FaultyWire(httpx.AsyncBaseTransport):
-    """Wraps the client's HTTP: `EmbeddedEngine(process, FaultyWire)`. Does nothing until `fault` is set."""
+    """Wraps the client's HTTP: `EmbeddedEngine.launch(spec, FaultyWire)`. Does nothing until `fault` is set."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self._inner = inner

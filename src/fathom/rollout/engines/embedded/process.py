@@ -73,6 +73,24 @@ class EmbeddedSpec:
     """Deadline of a generation or a scoring."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How a running engine is spoken to."""
+
+    engine: EngineId
+    """Its name in records."""
+    url: str
+    """Where it listens."""
+    token: str = field(repr=False)
+    """Bearer token of every call."""
+    call_timeout_s: float = 30.0
+    """Deadline of a short call: abort, status, rollback, health."""
+    weights_timeout_s: float = 120.0
+    """Deadline of each of stage, verify, commit."""
+    request_timeout_s: float = 600.0
+    """Deadline of a generation or a scoring."""
+
+
 @final
 class EngineProcess:
     """A running process. It ends by itself, within a second, when this process ends in whatever way."""
@@ -127,6 +145,18 @@ class EngineProcess:
         """Where it listens."""
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
         return f"http://{host}:{self._port}"
+
+    @property
+    def reach(self) -> Reach:
+        """How it is spoken to."""
+        return Reach(
+            engine=self.spec.engine,
+            url=self.url,
+            token=self.spec.token,
+            call_timeout_s=self.spec.call_timeout_s,
+            weights_timeout_s=self.spec.weights_timeout_s,
+            request_timeout_s=self.spec.request_timeout_s,
+        )
 
     @property
     def alive(self) -> bool:
