@@ -61,7 +61,8 @@ def _transposed(weights):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"), [(_without, "model.norm.weight"), (_with_a_stranger, "model.stranger"), (_transposed, "up_proj")]
+    ("spoil", "named"),
+    [(_without, r"model.norm\.weight"), (_with_a_stranger, r"model\.stranger"), (_transposed, "up_proj")],
 )
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path, spoil, named: str) -> None:
     config, weights = published(LanguageModel(random_model(tie_word_embeddings=True)), tmp_path)
@@ -71,5 +72,5 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path, spoil, nam
 
 
 def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json of a causal"):
+    with pytest.raises(ConfigError, match=r"no config\.json of a causal"):
         write_model(b"{}", {"a": torch.zeros(1)}, tmp_path)
