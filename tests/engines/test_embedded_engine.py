@@ -164,10 +164,15 @@ def test_one_attaches_to_an_engine_that_somebody_else_started(bench: Bench) -> N
     bench.runner.run(run())
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://", "ftp://127.0.0.1"])
-def test_what_is_no_engine_is_not_attached_to(url: str) -> None:
-    with pytest.raises((ConfigError, EngineError)):
+@pytest.mark.parametrize("url", ["nonsense", "http://", "ftp://127.0.0.1", "http://[", ""])
+def test_what_is_no_url_of_an_engine_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="no URL of an engine"):
         asyncio.run(EmbeddedEngine.attach(url, "token"))
+
+
+def test_where_no_engine_listens_none_is_attached_to() -> None:
+    with pytest.raises(EngineError, match="status failed"):
+        asyncio.run(EmbeddedEngine.attach("http://127.0.0.1:1", "token"))
 
 
 def test_ctrl_c_is_the_parents_business(bench: Bench) -> None:

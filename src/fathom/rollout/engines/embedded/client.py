@@ -106,11 +106,12 @@ class EmbeddedEngine:
             EngineError: it does not answer, or the token is not its own.
         """
         try:
-            engine = cls(Reach(engine=EngineId(url), url=url, token=token), None, _plain)
-        except httpx.InvalidURL as error:
-            raise ConfigError(
-                f"{url!r} is no URL of an engine ({error}); give one like http://127.0.0.1:8000"
-            ) from error
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL("")
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{url!r} is no URL of an engine; give one like http://127.0.0.1:8000")
+        engine = cls(Reach(engine=EngineId(url), url=url, token=token), None, _plain)
         try:
             status = await engine.status()
         except BaseException:
