@@ -31,6 +31,32 @@ class BroadcastConfig(Section):
         return self
 
 
+class ChainConfig(Section):
+    """The chain of versions: every run keeps it, so that versions can be rebuilt bit for bit (`fathom weights`)."""
+
+    store: str | None = Field(default=None, min_length=1)
+    """A folder, or what fsspec reaches, e.g. `s3://bucket/prefix`; the chain lies in a folder of the run's name in it.
+    Credentials come from that backend's environment, never from here. None: the run's own folder."""
+    budget_mb: int = Field(default=1024, ge=0)
+    """MB (2^20 bytes) that the chain may take; the oldest versions are dropped. 0: no chain is kept."""
+    keep_steps: int = Field(default=0, ge=0)
+    """Versions of so many last steps are kept even over the budget; never fewer than
+    `staleness.max_staleness + staleness.publish_every`."""
+    anchor_every: int = Field(default=20, gt=0)
+    """Versions told by what changed before all of one is written again."""
+    level: int = Field(default=1, ge=1, le=19)
+    """Compression level of zstd."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        scheme, separator, place = (self.store or "").partition("://")
+        if separator and "@" in place.partition("/")[0]:
+            raise ValueError("store must not hold credentials; give them to the backend by its environment")
+        if separator and scheme == "memory":
+            raise ValueError("store = 'memory://...' is seen by one process only; name a folder or an object store")
+        return self
+
+
 class SyncConfig(Section):
     """How weights reach the engine."""
 
@@ -40,6 +66,8 @@ class SyncConfig(Section):
     """A publication needs at least this many engines to commit; at most `engine.count`."""
     broadcast: BroadcastConfig | None = None
     """Of `transport = "broadcast"` only. None: its defaults."""
+    chain: ChainConfig = ChainConfig()
+    """The chain of versions, whatever the transport."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of each phase."""
     gap_rows: int = Field(default=4, ge=0)

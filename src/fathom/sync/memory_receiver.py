@@ -27,8 +27,8 @@ from fathom.core.ports.engine import (
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest, wrong_tensors
+from fathom.sync.held import Held
 from fathom.sync.transports.inbox import Inbox
-from fathom.sync.transports.reception import Held
 
 _NO_FAULTS = NoFaults()
 

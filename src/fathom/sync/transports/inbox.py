@@ -11,9 +11,10 @@ from torch import Tensor
 from fathom.core.ids import EngineId
 from fathom.core.manifest import BroadcastSource, DiskSource, Manifest, SharedMemorySource, WeightSource
 from fathom.core.ports.faults import Faults, NoFaults
+from fathom.sync.held import Held, check_fit
 from fathom.sync.transports.broadcast.seat import Seat
 from fathom.sync.transports.disk import read_disk
-from fathom.sync.transports.reception import Held, Reception, check_fit
+from fathom.sync.transports.reception import Reception
 from fathom.sync.transports.shared import read_shared
 
 _NO_FAULTS = NoFaults()

@@ -8,20 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fathom.core.errors import PayloadError
-from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.ids import EngineId
 from fathom.core.manifest import Manifest
-from fathom.sync.digest import dtype_name, few
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A whole version in an engine's memory."""
-
-    version: PolicyVersion
-    """Which one."""
-    tensors: Mapping[str, Tensor]
-    """Its tensors. They do not change while a version is received."""
+from fathom.sync.held import Held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +27,3 @@ class Reception:
     """What serves meanwhile, for those that receive only what changed. None: nothing does, or its memory is `into`."""
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for it any more: return soon, and write nothing afterwards."""
-
-
-def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
-    """Raise `PayloadError` unless `into` has exactly the manifest's names, shapes and element types."""
-    promised = {entry.name for entry in manifest.tensors}
-    missing, unknown = sorted(into.keys() - promised), sorted(promised - into.keys())
-    if missing or unknown:
-        raise PayloadError(
-            f"{manifest.version.name} does not fit the engine's model: without a value {few(missing)}, "
-            f"without a place {few(unknown)}; publish the same model, tied names resolved to one"
-        )
-    for entry in manifest.tensors:
-        tensor = into[entry.name]
-        form, place = (entry.dtype, entry.shape), (dtype_name(entry.name, tensor), tuple(tensor.shape))
-        if form != place:
-            raise PayloadError(f"tensor {entry.name!r} is {form} in {manifest.version.name}, {place} in the engine")
-        if not tensor.is_contiguous():
-            raise PayloadError(f"tensor {entry.name!r} is not contiguous in the engine; stage into contiguous memory")

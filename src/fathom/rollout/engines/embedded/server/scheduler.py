@@ -34,7 +34,7 @@ from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
 from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_score, why_not_version
-from fathom.sync.transports.reception import Held
+from fathom.sync.held import Held
 
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[Stream, Streamed]]], None]

@@ -1,0 +1,1 @@
+"""Where a chain's objects lie: a local folder, an object store, or one that fails on demand."""

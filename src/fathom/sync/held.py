@@ -1,0 +1,41 @@
+"""A whole version in memory, and what a version must look like to fit a model's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fathom.core.errors import PayloadError
+from fathom.core.ids import PolicyVersion
+from fathom.core.manifest import Manifest
+from fathom.sync.digest import dtype_name, few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A whole version in an engine's memory."""
+
+    version: PolicyVersion
+    """Which one."""
+    tensors: Mapping[str, Tensor]
+    """Its tensors. They do not change while a version is received."""
+
+
+def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
+    """Raise `PayloadError` unless `into` has exactly the manifest's names, shapes and element types."""
+    promised = {entry.name for entry in manifest.tensors}
+    missing, unknown = sorted(into.keys() - promised), sorted(promised - into.keys())
+    if missing or unknown:
+        raise PayloadError(
+            f"{manifest.version.name} does not fit the engine's model: without a value {few(missing)}, "
+            f"without a place {few(unknown)}; publish the same model, tied names resolved to one"
+        )
+    for entry in manifest.tensors:
+        tensor = into[entry.name]
+        form, place = (entry.dtype, entry.shape), (dtype_name(entry.name, tensor), tuple(tensor.shape))
+        if form != place:
+            raise PayloadError(f"tensor {entry.name!r} is {form} in {manifest.version.name}, {place} in the engine")
+        if not tensor.is_contiguous():
+            raise PayloadError(f"tensor {entry.name!r} is not contiguous in the engine; stage into contiguous memory")
