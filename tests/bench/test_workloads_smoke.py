@@ -47,15 +47,6 @@ def test_ledger_writes_each_length(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_sync_publishes_over_every_transport_idle_and_generating(tmp_path: Path) -> None:
-    record = run("sync", repeats=1, requests=2, folder=str(tmp_path))
-    for variant in ("shared, idle", "shared, generating", "disk, idle", "disk, generating"):
-        (delivered,) = values(record.samples, variant, "stage to commit")
-        parts = [values(record.samples, variant, part)[0] for part in ("stage", "verify", "commit")]
-        assert delivered == pytest.approx(sum(parts))
-    assert not list(tmp_path.iterdir())
-
-
 def test_train_splits_each_step() -> None:
     record = run("train", max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
     parts = [values(record.samples, "Fathom", part) for part in ("generate and grade", "train", "publish")]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 
-from fathom.config.families import Dtype
+from fathom.config.families import Dtype, TransportKind
 from fathom.config.section import Section
 
 
@@ -69,23 +71,58 @@ class LedgerOptions(Section):
     """Where; the medium matters. None: the working directory."""
 
 
+class SyncPart(StrEnum):
+    """What is measured."""
+
+    FLEET = "fleet"
+    """Every transport to receivers in processes of their own, beside the bare libraries."""
+    NETWORK = "network"
+    """Those that cross a network, over slow links between network namespaces (root only)."""
+    PAUSE = "pause"
+    """A real engine, idle and generating."""
+    DELTA = "delta"
+    """What changes in an optimizer step, and at which speed of storage sending only that pays."""
+
+
 class SyncOptions(Section):
     """What is published."""
 
+    parts: tuple[SyncPart, ...] = tuple(SyncPart)
+    """What is measured, in this order."""
     model: str | None = None
-    """Hugging Face folder. None: the tiny model of the demo."""
+    """Hugging Face folder for `pause` and `delta`. None: the tiny model of the demo."""
     dtype: Dtype = Dtype.BFLOAT16
-    """Element type of the published weights."""
+    """Element type of its published weights."""
+    transports: tuple[TransportKind, ...] = tuple(TransportKind)
+    """Which transports."""
     repeats: int = Field(default=5, gt=0)
-    """Publications per transport, to an idle and to a generating engine each. A first one, not counted, warms up."""
-    requests: int = Field(default=16, gt=0)
-    """Generations in flight while it is generating."""
-    max_new_tokens: int = Field(default=160, gt=0)
-    """Length of each; when one ends, the next begins."""
-    threads: int = Field(default=1, gt=0)
-    """CPU threads of the engine."""
+    """Publications counted of each kind. Two before them warm up."""
+    changed: float = Field(default=0.02, gt=0, le=1)
+    """Share of elements whose last bit flips between two versions; `delta` uses real steps instead."""
     folder: str | None = None
-    """Where `disk` writes; the medium matters. None: the working directory."""
+    """Where files go; the medium matters. None: the working directory."""
+    sizes_mb: tuple[int, ...] = (10, 100, 270)
+    """`fleet`: sizes of a version, in 10^6 bytes."""
+    receivers: tuple[int, ...] = (1, 2, 4)
+    """`fleet`: numbers of receivers."""
+    network_mbit_per_s: tuple[float, ...] = (1000, 200)
+    """`network`: speeds of a link."""
+    network_size_mb: int = Field(default=20, gt=0)
+    """`network`: size of a version."""
+    requests: int = Field(default=16, gt=0)
+    """`pause`: generations in flight while it is generating."""
+    max_new_tokens: int = Field(default=160, gt=0)
+    """`pause`: length of each; when one ends, the next begins."""
+    threads: int = Field(default=1, gt=0)
+    """`pause`: CPU threads of the engine."""
+    learning_rates: tuple[float, ...] = (1e-6, 3e-6)
+    """`delta`: learning rates of Adam."""
+    warm_steps: int = Field(default=16, gt=0)
+    """`delta`: steps before those counted, so that Adam's moments are those of a run under way."""
+    steps: int = Field(default=3, gt=0)
+    """`delta`: steps counted at each learning rate, each published."""
+    storage_mb_per_s: tuple[float, ...] = (200, 50)
+    """`delta`: speeds of a simulated storage at which the crossover is confirmed."""
 
 
 class TrainOptions(Section):

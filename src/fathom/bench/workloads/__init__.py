@@ -49,7 +49,7 @@ def _ledger(options: LedgerOptions, say: Say) -> Measured:
 
 
 def _sync(options: SyncOptions, say: Say) -> Measured:
-    from fathom.bench.workloads.sync import sync
+    from fathom.bench.workloads.sync.sync import sync
 
     return sync(options, say)
 

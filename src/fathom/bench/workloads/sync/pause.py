@@ -1,17 +1,18 @@
-"""How long a version takes from the trainer to the engine on one host, and how long generation stands still for it."""
+"""How long a version takes to a real engine, and how long generation stands still for it."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
 from fathom.bench.options import SyncOptions
-from fathom.bench.record import Measured, Sample, Say, Target, median
-from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.bench.record import Sample, Say, Target, median
+from fathom.bench.rig.fleet.made_up import change
+from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand
+from fathom.bench.workloads.sync.names import COMMIT, PAUSE, VERIFY, has
 from fathom.config.families import TransportKind
 from fathom.config.rollout import EngineConfig
 from fathom.config.trainer import TrainerConfig
@@ -20,18 +21,21 @@ from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
 from fathom.sync.publication import Publication
 
 IDLE, BUSY = "idle", "generating"
-DELIVER, PAUSE = "stage to commit", "paused"
+WRITE, STAGE, DELIVER = "digest and write", "stage", "stage to commit"
+_MOST_PAUSED = 0.25
 
 
-def sync(options: SyncOptions, say: Say) -> Measured:
+def engine_variant(transport: str, state: str) -> str:
+    """E.g. `shared, generating`."""
+    return f"{transport}, {state}"
+
+
+def measure_pause(options: SyncOptions, model: Path, scratch: Path, say: Say) -> list[Sample]:
     """Publish over every transport, idle and generating in turn."""
-    with tempfile.TemporaryDirectory(prefix=".fathom-sync-", dir=options.folder or ".") as name:
-        scratch = Path(name)
-        model = Path(options.model) if options.model else tiny_model(scratch / "model")
-        samples: list[Sample] = []
-        for transport in TransportKind:
-            samples += asyncio.run(_transport(options, model, scratch, transport, say))
-    return Measured(samples=samples, targets=list(_targets(samples)), notes=_NOTES)
+    samples: list[Sample] = []
+    for transport in options.transports:
+        samples += asyncio.run(_transport(options, model, scratch, transport, say))
+    return samples
 
 
 async def _transport(
@@ -51,7 +55,8 @@ async def _transport(
         await stand.publish(0)
         for number in range(1, 2 * options.repeats + 1):
             repeat, busy = divmod(number - 1, 2)
-            variant = f"{transport}, {BUSY if busy else IDLE}"
+            variant = engine_variant(transport, BUSY if busy else IDLE)
+            change(stand.backend.weights(), options.changed, seed=number)
             if busy:
                 async with _generating(options, stand):
                     publication = await stand.publish(number, InFlightMode.CONTINUE)
@@ -99,10 +104,10 @@ async def _stream(options: SyncOptions, stand: Stand, begun: asyncio.Event) -> N
 def _samples(variant: str, repeat: int, publication: Publication) -> list[Sample]:
     delivered = publication.stage_s + publication.verify_s + publication.commit_s
     measures = {
-        "write": publication.write_s,
-        "stage": publication.stage_s,
-        "verify": publication.verify_s,
-        "commit": publication.commit_s,
+        WRITE: publication.write_s,
+        STAGE: publication.stage_s,
+        VERIFY: publication.verify_s,
+        COMMIT: publication.commit_s,
         DELIVER: delivered,
         PAUSE: publication.pause_s,
     }
@@ -112,17 +117,15 @@ def _samples(variant: str, repeat: int, publication: Publication) -> list[Sample
     ]
 
 
-def _targets(samples: Sequence[Sample]) -> Iterator[Target]:
-    """For the fast transport, in the harder case."""
-    variant = f"{TransportKind.SHARED}, {BUSY}"
-    for measure, limit in ((DELIVER, 1.0), (PAUSE, 0.2)):
-        yield Target(
-            claim=f"{variant}: {measure}, s",
-            measured=median(samples, variant, measure),
-            limit=limit,
-            at_most=True,
-            required=False,
-        )
-
-
-_NOTES = ("write is the trainer's side: digest and copy; stage, verify and commit are the engine's",)
+def pause_targets(samples: Sequence[Sample]) -> Iterator[Target]:
+    """The share of a delivery during which a generating engine stands still."""
+    for transport in TransportKind:
+        variant = engine_variant(transport, BUSY)
+        if has(samples, variant):
+            yield Target(
+                claim=f"{variant}: share of a publication in which generation stands still",
+                measured=median(samples, variant, PAUSE) / median(samples, variant, DELIVER),
+                limit=_MOST_PAUSED,
+                at_most=True,
+                required=False,
+            )

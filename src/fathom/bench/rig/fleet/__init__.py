@@ -1,0 +1,1 @@
+"""Receivers in processes of their own: whom publications are measured with."""

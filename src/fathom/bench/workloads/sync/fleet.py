@@ -1,0 +1,308 @@
+"""Publications to receivers in processes of their own, beside the same bytes by the bare library."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import msgspec
+from torch import Tensor
+
+from fathom.bench.record import Sample, Say, median, values
+from fathom.bench.rig.fleet.made_up import change, forms_of, made_up_weights
+from fathom.bench.rig.fleet.messages import RawKind
+from fathom.bench.rig.fleet.raw.line import RawLine
+from fathom.bench.rig.fleet.raw.link import available
+from fathom.bench.rig.fleet.receiver_process import ReceiverProcess
+from fathom.bench.rig.fleet.timed_transport import TimedTransport
+from fathom.bench.workloads.sync.names import (
+    COMMIT,
+    COPY,
+    DIGEST,
+    HOLD,
+    MOVED,
+    PAUSE,
+    TRANSFER,
+    VERIFY,
+    fleet_variant,
+    host_variant,
+    transport_name,
+)
+from fathom.config.families import TransportKind
+from fathom.config.sync import BroadcastConfig, SyncConfig
+from fathom.core.errors import EngineError, NoProgressError
+from fathom.core.ids import EngineId
+from fathom.core.records.sampling import InFlightMode
+from fathom.sync.digest import copy_bytes, digest
+from fathom.sync.publication import Publication
+from fathom.sync.publisher import Publisher
+from fathom.sync.transports import TRANSPORTS
+
+MB = 10**6
+_WARM = 2
+"""Publications before those counted: after two, every buffer of a double-buffered receiver has been touched."""
+_COPIES_SENDER, _COPIES_RECEIVER = 5, 3
+"""How often a version lies in memory at once: the weights, two held, a raw buffer, change; two sets, a raw buffer."""
+
+
+class Node(msgspec.Struct, frozen=True, tag="bench_node.1"):
+    """A machine, or what plays one."""
+
+    host: str
+    """Its address."""
+    prefix: tuple[str, ...] = ()
+    """Comes before a command line to run it there."""
+
+
+class FleetRequest(msgspec.Struct, frozen=True, tag="bench_fleet.1"):
+    """What to measure."""
+
+    sizes_mb: tuple[int, ...]
+    """Sizes of a version, in 10^6 bytes."""
+    receivers: tuple[int, ...]
+    """Numbers of receivers."""
+    transports: tuple[TransportKind, ...]
+    """Which transports."""
+    repeats: int
+    """Publications counted of each."""
+    changed: float
+    """Share of elements that differ from one version to the next."""
+    folder: str
+    """Where `disk`, `delta` and logs go."""
+    nodes: tuple[Node, ...]
+    """The sender's, then one for each receiver."""
+    link: str = ""
+    """What lies between them, in words. Empty: nothing, one machine."""
+
+
+class FleetAnswer(msgspec.Struct, frozen=True, tag="bench_fleet_answer.1"):
+    """What came of it."""
+
+    samples: tuple[Sample, ...]
+    """See `BenchRecord`."""
+    failures: tuple[str, ...]
+    """What could not be measured though it should have been, and why."""
+    notes: tuple[str, ...]
+    """What was left out on purpose."""
+
+
+async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
+    """Every transport to every number of receivers at every size."""
+    samples: list[Sample] = []
+    failures: list[str] = []
+    notes: list[str] = []
+    crew = _Crew(Path(request.folder), request.nodes[1:])
+    try:
+        for size_mb in request.sizes_mb:
+            lacking = {count: lack for count in request.receivers if (lack := _missing_mb(size_mb, count)) > 0}
+            notes += [
+                f"{size_mb} MB to {count}: left out, {lack} MB of memory are missing" for count, lack in lacking.items()
+            ]
+            counts = [count for count in request.receivers if count not in lacking]
+            if not counts:
+                continue
+            weights = made_up_weights(size_mb * MB)
+            if not request.link:
+                samples += _host(weights, size_mb, request.repeats)
+            for count in counts:
+                for transport, raw in _pairs(request.transports):
+                    case = _Case(request, transport, raw, size_mb, crew.first(count))
+                    try:
+                        samples += await case.measure(weights)
+                    except Exception as error:  # noqa: BLE001 - the boundary: whatever fails, the others are measured
+                        failures.append(f"{case.variant}: {type(error).__name__}: {error}")
+                        await crew.close()
+                    say(case.told(samples))
+    finally:
+        await crew.close()
+    return FleetAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
+
+
+def raw_kinds(transport: TransportKind) -> tuple[RawKind, ...]:
+    """What a transport is compared with: the libraries that are installed."""
+    return tuple(kind for kind in _RAW.get(transport, ()) if available(kind))
+
+
+_RAW: dict[str, tuple[RawKind, ...]] = {
+    "broadcast": (RawKind.GLOO,),
+    "p2p": (RawKind.NIXL, RawKind.MOONCAKE),
+}
+
+
+def _pairs(transports: Sequence[TransportKind]) -> list[tuple[TransportKind, RawKind | None]]:
+    """Transports beside the library below them; None: there is none."""
+    return [(transport, kind) for transport in transports for kind in raw_kinds(transport) or (None,)]
+
+
+@final
+class _Crew:
+    """Receiver processes, started when they are first needed. After a failure all are replaced."""
+
+    def __init__(self, folder: Path, nodes: Sequence[Node]) -> None:
+        self._folder = folder
+        self._nodes = nodes
+        self._receivers: list[ReceiverProcess] = []
+
+    def first(self, count: int) -> list[ReceiverProcess]:
+        """So many of them."""
+        while len(self._receivers) < count:
+            index = len(self._receivers)
+            engine, node = EngineId(f"receiver-{index}"), self._nodes[index]
+            self._receivers.append(ReceiverProcess.launch(engine, self._folder, prefix=node.prefix, host=node.host))
+        return self._receivers[:count]
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+        self._receivers.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One transport, one size, one set of receivers."""
+
+    request: FleetRequest
+    transport: TransportKind
+    raw: RawKind | None
+    size_mb: int
+    receivers: Sequence[ReceiverProcess]
+
+    @property
+    def variant(self) -> str:
+        """Its name in the record."""
+        return self._named(transport_name(self.transport, self.raw))
+
+    def told(self, samples: Sequence[Sample]) -> str:
+        """How it went, in a line."""
+        if not values(samples, self.variant, TRANSFER):
+            return f"{self.variant}: FAILED"
+        return f"{self.variant}: transfer {median(samples, self.variant, TRANSFER) * 1e3:.0f} ms"
+
+    async def measure(self, weights: dict[str, Tensor]) -> list[Sample]:
+        """Publications and raw transfers in turn."""
+        samples: list[Sample] = []
+        async with self._open(weights) as (publisher, timed, line):
+            for number in range(_WARM + self.request.repeats):
+                change(weights, self.request.changed, seed=number)
+                repeat = number - _WARM
+                for turn in (0, 1) if repeat % 2 else (1, 0):
+                    if turn:
+                        taken = await self._publish(publisher, timed, weights, number)
+                    else:
+                        taken = await self._round(line, repeat)
+                    samples += taken if repeat >= 0 else []
+        return samples
+
+    @asynccontextmanager
+    async def _open(
+        self, weights: dict[str, Tensor]
+    ) -> AsyncGenerator[tuple[Publisher, TimedTransport, RawLine | None]]:
+        config = _config(self.transport, len(self.receivers), self.request.nodes[0].host)
+        forms = forms_of(weights)
+        size_bytes = sum(tensor.nbytes for tensor in weights.values())
+        async with AsyncExitStack() as stack:
+            for receiver in self.receivers:
+                await receiver.open(forms)
+                stack.push_async_callback(_quietly, receiver)
+            line = None
+            if self.raw is not None:
+                line = await RawLine.open(self.raw, self.receivers, size_bytes, self.request.nodes[0].host)
+                stack.push_async_callback(line.close)
+            timed = TimedTransport(TRANSPORTS[self.transport](Path(self.request.folder), config))
+            publisher = Publisher(self.receivers, timed, config)
+            stack.push_async_callback(publisher.close)
+            yield publisher, timed, line
+
+    async def _publish(
+        self, publisher: Publisher, timed: TimedTransport, weights: dict[str, Tensor], number: int
+    ) -> list[Sample]:
+        publication = await publisher.publish(weights, number, 1, InFlightMode.CONTINUE)
+        if publication.fenced:
+            raise NoProgressError(f"a receiver failed: {dict(publication.fenced)}")
+        return publication_samples(self.variant, number - _WARM, publication, timed, len(self.receivers))
+
+    async def _round(self, line: RawLine | None, repeat: int) -> list[Sample]:
+        if line is None:
+            return []
+        variant, value = self._named(f"raw {self.raw}"), await line.round()
+        return [Sample(variant=variant, measure=TRANSFER, unit="s", repeat=repeat, value=value)]
+
+    def _named(self, what: str) -> str:
+        return fleet_variant(what, self.size_mb, len(self.receivers), self.request.link)
+
+
+def _config(transport: TransportKind, receivers: int, host: str) -> SyncConfig:
+    """Defaults, but for where the sender is met."""
+    return SyncConfig(
+        transport=transport,
+        min_engines=receivers,
+        broadcast=BroadcastConfig(host=host) if transport is TransportKind.BROADCAST else None,
+    )
+
+
+def publication_samples(
+    variant: str, repeat: int, publication: Publication, timed: TimedTransport, receivers: int
+) -> list[Sample]:
+    """The phases apart."""
+    measures = {
+        DIGEST: publication.write_s - timed.hold_s,
+        HOLD: timed.hold_s,
+        TRANSFER: timed.offer_s + publication.stage_s,
+        VERIFY: publication.verify_s,
+        COMMIT: publication.commit_s,
+        PAUSE: publication.pause_s,
+    }
+    samples = [
+        Sample(variant=variant, measure=measure, unit="s", repeat=repeat, value=value)
+        for measure, value in measures.items()
+    ]
+    moved = publication.moved_bytes / receivers / MB
+    return [*samples, Sample(variant=variant, measure=MOVED, unit="MB", repeat=repeat, value=moved)]
+
+
+def _host(weights: dict[str, Tensor], size_mb: int, repeats: int) -> list[Sample]:
+    """Copy and digest in turn."""
+    spare = {name: tensor.clone() for name, tensor in weights.items()}
+    samples: list[Sample] = []
+    for repeat in range(-1, repeats):
+        began = time.perf_counter()
+        for name, tensor in weights.items():
+            copy_bytes(tensor, spare[name])
+        copied = time.perf_counter()
+        digest(weights)
+        digested = time.perf_counter()
+        if repeat >= 0:
+            for measure, value in ((COPY, copied - began), (DIGEST, digested - copied)):
+                variant = host_variant(size_mb)
+                samples.append(Sample(variant=variant, measure=measure, unit="s", repeat=repeat, value=value))
+    return samples
+
+
+def _missing_mb(size_mb: int, receivers: int) -> int:
+    """Memory that is not there. At most 0: there is enough."""
+    facts = Path("/proc/meminfo").read_text().split()
+    free_mb = int(facts[facts.index("MemAvailable:") + 1]) * 1024 // MB
+    return size_mb * (_COPIES_SENDER + _COPIES_RECEIVER * receivers) - free_mb
+
+
+async def _quietly(receiver: ReceiverProcess) -> None:
+    """A receiver that died was reported already."""
+    try:
+        await receiver.drop()
+    except EngineError:
+        return
+
+
+def one_machine(receivers: int) -> tuple[Node, ...]:
+    """Everything here."""
+    return (Node(host="127.0.0.1"),) * (1 + receivers)
+
+
+def run_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
+    """See `measure_fleet`."""
+    return asyncio.run(measure_fleet(request, say))
