@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,64 +12,36 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 from shelf import Shelf, tiny_folder
-from transformers import AutoModelForCausalLM
+from vllm_rig import TOKEN, TOLERANCE, VOCABULARY, Reference, find_environment, make_spec
 
 from fathom.config.families import Dtype
 from fathom.config.run import RunConfig
 from fathom.config.sync import SyncConfig
 from fathom.core.errors import ConfigError, DeliveryError, EngineDeadError, EngineRefusedError
-from fathom.core.ids import EngineId
 from fathom.core.records.sampling import InFlightMode, SamplingParams
 from fathom.evidence.contracts.audit import audit
 from fathom.ledger.events import Published
 from fathom.ledger.reader import LedgerReader
 from fathom.rollout.engines.conformance import CASES, Case, Subject
 from fathom.rollout.engines.vllm.client import VllmEngine
-from fathom.rollout.engines.vllm.launch.environment import default_folder, installed
-from fathom.rollout.engines.vllm.spec import VllmSpec
 from fathom.run.history.folder import RunFolder
 from fathom.run.run import Run
-from fathom.sync.probe import TOLERANCES, Probe
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports.shared import SharedTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-CONTEXT = 192
-TOKEN = "a-token-for-tests"
-TOLERANCE = 1e-4
-"""Its kernels add in another order for one row than for several: 1e-5 nats were seen."""
-
 
 @pytest.fixture(scope="module")
 def environment() -> Path:
-    """FATHOM_VLLM_ENVIRONMENT names another folder than the default one."""
-    folder = Path(os.environ.get("FATHOM_VLLM_ENVIRONMENT") or default_folder())
-    if installed(folder) is None:
-        pytest.skip(f"no vLLM environment in {folder}; `make test-vllm` makes one")
-    return folder
+    return find_environment()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-def make_spec(folder: Path, tmp_path: Path, environment: Path) -> VllmSpec:
-    return VllmSpec(
-        engine=EngineId("v0"),
-        model_folder=folder,
-        log_path=tmp_path / "engine.log",
-        environment=environment,
-        max_context_tokens=CONTEXT,
-        max_running=16,
-        kv_memory_mb=64,
-        faults=("slow",),
-        token=TOKEN,
-    )
 
 
 @dataclass
@@ -89,7 +61,7 @@ def bench(folder: Path, environment: Path, tmp_path_factory: pytest.TempPathFact
     transport = SharedTransport(tmp_path)
     shelf = Shelf(folder, transport)
     with asyncio.Runner() as runner:
-        engine = runner.run(VllmEngine.launch(make_spec(folder, tmp_path, environment)))
+        engine = runner.run(VllmEngine.launch(make_spec(folder, tmp_path, environment, ("slow",))))
         try:
             subject = Subject(engine, shelf.publish, shelf.model.shape.vocab_size, TOLERANCE)
             yield Bench(runner, subject, engine, shelf)
@@ -152,13 +124,13 @@ def test_a_head_that_keeps_the_old_weights_is_fenced(folder: Path, environment: 
 
     async def run() -> None:
         transport = SharedTransport(tmp_path)
-        spec = dataclasses.replace(make_spec(folder, tmp_path, environment), faults=("stale_head", folder.name))
+        spec = make_spec(folder, tmp_path, environment, ("stale_head", folder.name))
         engine = await VllmEngine.launch(spec)
         try:
             publisher = await publish_noised(engine, folder, tmp_path)
             assert publisher.serving == ()
             assert "behavioural probe failed at v0@1" in publisher.fenced[engine.id]
-            subject = Subject(engine, Shelf(folder, transport).publish, 52, TOLERANCE)
+            subject = Subject(engine, Shelf(folder, transport).publish, VOCABULARY, TOLERANCE)
             running = await subject.begin(subject.request(new=150))
             assert engine.pid is not None
             os.kill(engine.pid, signal.SIGKILL)
@@ -190,25 +162,11 @@ async def publish_noised(engine: VllmEngine, folder: Path, tmp_path: Path) -> Pu
     """Version 0 of a fresh publisher: other weights than the server was started with. Returns it closed."""
     transport = SharedTransport(tmp_path)
     weights = Shelf(folder, transport).weights(77)
-
-    async def score(texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [reference_logprobs(folder, weights, text) for text in texts]
-
-    probe = await Probe.prepare(score, vocab_size=52, longest=CONTEXT, tolerance=TOLERANCES[Dtype.FLOAT32])
     publisher = Publisher([engine], transport, SyncConfig())
     with suppress(DeliveryError):
-        await publisher.publish(weights, 0, 1, InFlightMode.CONTINUE, probe=probe)
+        await publisher.publish(weights, 0, 1, InFlightMode.CONTINUE, probe=await Reference(folder).probe(weights))
     await publisher.close()
     return publisher
-
-
-def reference_logprobs(folder: Path, weights: dict[str, torch.Tensor], text: np.ndarray) -> np.ndarray:
-    """By the definition of the model itself, without any of our forward."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(weights, strict=False)
-    with torch.no_grad():
-        logprobs = model(torch.from_numpy(text).long()[None]).logits[0].log_softmax(-1)
-    return logprobs[torch.arange(len(text) - 1), torch.from_numpy(text[1:]).long()].numpy()
 
 
 def test_a_short_run_publishes_every_step(folder: Path, environment: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from fathom.core.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from fathom.core.ids import EngineId
 from fathom.rollout.engines.vllm.launch.process import VllmProcess
-from fathom.rollout.engines.vllm.wire import Answer, Facts, StagedFacts
+from fathom.rollout.engines.vllm.wire import Answer, Facts, StagedFacts, StageOrder
 
 T = TypeVar("T")
 _KEEP_IDLE_S = 4.0
@@ -109,16 +109,16 @@ class VllmServer:
         """Hook the worker and learn what it is. Raises `EngineError` when it does not have the extension."""
         return await self._worker("fathom_prepare", Facts)
 
-    async def stage(self, kind: str, path: str, entries: list[list[Any]]) -> None:
-        """Tell the worker to begin to receive a version."""
-        await self._worker("fathom_stage", None, {"kind": kind, "path": path, "entries": entries})
+    async def stage(self, order: StageOrder) -> None:
+        """Tell the worker to begin to receive a version. It refuses while it still receives another."""
+        await self._worker("fathom_stage", None, msgspec.to_builtins(order))
 
     async def staged(self) -> StagedFacts:
         """How far that is."""
         return await self._worker("fathom_staged", StagedFacts)
 
     async def forget(self) -> None:
-        """Nothing is staged any more."""
+        """Nothing is staged any more. What is being received ends soon: until then it is `busy`."""
         await self._worker("fathom_forget", None)
 
     async def close(self) -> None:

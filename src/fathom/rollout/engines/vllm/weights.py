@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from fathom.core.errors import EngineError, EngineRefusedError, PayloadError
-from fathom.core.ids import PolicyVersion
-from fathom.core.manifest import DiskSource, Manifest, SharedMemorySource, WeightSource
+from fathom.core.errors import EngineError, EngineRefusedError, PayloadError, TransferInterruptedError
+from fathom.core.ids import EngineId, PolicyVersion
+from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.vllm.expected import Form, check_fit
@@ -17,7 +17,7 @@ from fathom.rollout.engines.vllm.gate import Gate
 from fathom.rollout.engines.vllm.generation import Generation
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec
-from fathom.rollout.engines.vllm.wire import StagedFacts
+from fathom.rollout.engines.vllm.wire import StagedFacts, StageOrder
 
 _POLL_S = 0.005
 
@@ -66,18 +66,19 @@ class Weights:
         self.require_whole()
         self._staged = self._received = None
         check_fit(manifest, self._expected)
-        kind = {SharedMemorySource: "shared", DiskSource: "disk"}[type(source)]
-        entries = [[each.name, each.dtype, each.shape, each.offset, each.size_bytes] for each in manifest.tensors]
         async with self._server.boundary("stage", self._spec.weights_timeout_s):
-            await self._server.stage(kind, source.path, entries)
-            while (received := await self._server.staged()).busy:
-                await asyncio.sleep(_POLL_S)
+            await self._server.forget()
+            await self._until_received()
+            await self._server.stage(_order(self._spec.engine, manifest, source))
+            received = await self._until_received()
+        if received.interrupted:
+            raise TransferInterruptedError(self._spec.engine, received.failure)
         if received.failure or not received.digest:
             reason = received.failure or "another call gave it up"
-            raise PayloadError(f"{manifest.version.name} cannot be read from {source.path}: {reason}")
+            raise PayloadError(f"{manifest.version.name} cannot be received from {source}: {reason}")
         self._staged, self._received = manifest, received
         return StageReport(
-            size_bytes=manifest.size_bytes, moved_bytes=manifest.size_bytes, receive_s=received.receive_s
+            size_bytes=manifest.size_bytes, moved_bytes=received.moved_bytes, receive_s=received.receive_s
         )
 
     async def verify(self) -> VerifyReport:
@@ -119,9 +120,8 @@ class Weights:
             if not self._switching:
                 task.cancel()
             await asyncio.wait([task])
-        if self._staged is not None:
-            async with self._server.boundary("rollback", self._spec.weights_timeout_s):
-                await self._server.forget()
+        async with self._server.boundary("rollback", self._spec.weights_timeout_s):
+            await self._server.forget()
         self._staged = self._received = None
 
     async def _commit(
@@ -157,7 +157,18 @@ class Weights:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 
+    async def _until_received(self) -> StagedFacts:
+        """Wait until nothing is being received any more."""
+        while (received := await self._server.staged()).busy:
+            await asyncio.sleep(_POLL_S)
+        return received
+
     def _require_staged(self) -> tuple[Manifest, StagedFacts]:
         if self._staged is None or self._received is None:
             raise EngineRefusedError(self._spec.engine, "nothing is staged; call stage first")
         return self._staged, self._received
+
+
+def _order(engine: EngineId, manifest: Manifest, source: WeightSource) -> StageOrder:
+    entries = tuple((each.name, each.dtype, each.shape, each.offset, each.size_bytes) for each in manifest.tensors)
+    return StageOrder(engine=engine, source=source, entries=entries, buckets=())

@@ -1,8 +1,11 @@
-"""What vLLM's server says, as far as it is read here."""
+"""What vLLM's server says, as far as it is read here, and what its worker is told."""
 
 from __future__ import annotations
 
 import msgspec
+
+from fathom.core.ids import EngineId
+from fathom.core.manifest import WeightSource
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -128,6 +131,19 @@ class Facts(msgspec.Struct, frozen=True):
     """Threads that compute."""
 
 
+class StageOrder(msgspec.Struct, frozen=True):
+    """What the worker extension is told to receive."""
+
+    engine: EngineId
+    """Whose worker it is."""
+    source: WeightSource
+    """Where it is."""
+    entries: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
+    """Name, element type, shape, offset and bytes of each tensor in the flat layout, ordered by name."""
+    buckets: tuple[tuple[int, int], ...]
+    """First byte, and the byte after the last, of what is broadcast at once, in order. Empty: nothing is."""
+
+
 class StagedFacts(msgspec.Struct, frozen=True):
     """What the worker extension says about the version it was told to receive."""
 
@@ -135,11 +151,15 @@ class StagedFacts(msgspec.Struct, frozen=True):
     """It is still being received."""
     failure: str
     """Why it could not be."""
+    interrupted: bool
+    """It broke elsewhere: nothing is wrong with the version, nor with the worker."""
     digest: str
     """Root digest of the bytes received. Empty: nothing whole is staged."""
     checksums: dict[str, str]
     """BLAKE3 of each tensor received."""
+    moved_bytes: int
+    """Bytes that came from the source."""
     receive_s: float
-    """Seconds to copy."""
+    """Seconds to receive."""
     verify_s: float
     """Seconds to digest."""

@@ -13,7 +13,7 @@ from fathom.rollout.engines.vllm.launch.process import MODEL
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.wire import Answer, Facts
 
-_PROTOCOL = 1
+_PROTOCOL = 2
 _PROMPT = [1, 2, 3, 4]
 _NATS = 0.1
 """Generating and scoring may differ by so much here; the wrong distribution differs by more."""

