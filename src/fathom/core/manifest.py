@@ -7,6 +7,17 @@ import msgspec
 from fathom.core.ids import EngineId, PolicyVersion
 
 
+class TensorFormat(msgspec.Struct, frozen=True, tag="format.1"):
+    """How a tensor is coded that does not go out as the trainer cast it."""
+
+    name: str
+    """The format: `int8_rows`, ..."""
+    dtype: str
+    """Element type that the trainer cast it to, before it was coded."""
+    scales: tuple[str, ...]
+    """Tensors of the same manifest that hold its scales, in the order that the format defines."""
+
+
 class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
     """One published tensor, after the cast, tied names resolved to one."""
 
@@ -22,6 +33,8 @@ class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
     """Number of bytes."""
     checksum: str
     """BLAKE3 (hex) of the bytes."""
+    format: TensorFormat | None = None
+    """How it is coded. None: it is as the trainer cast it, or it holds scales."""
 
 
 class Manifest(msgspec.Struct, frozen=True, tag="manifest.1"):
@@ -33,6 +46,9 @@ class Manifest(msgspec.Struct, frozen=True, tag="manifest.1"):
     """The version published before it. None: the first publication of this incarnation."""
     tensors: tuple[TensorEntry, ...]
     """Every published tensor, ordered by name."""
+    cast_digest: str | None = None
+    """Root digest (hex) of the trainer's cast, of which a quantiser made these tensors: the digest of the step. None:
+    nothing was coded, it is that of the version."""
 
     @property
     def size_bytes(self) -> int:

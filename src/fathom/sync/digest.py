@@ -1,8 +1,9 @@
 """Digests: how trainer and engine prove to each other that they hold the same bytes.
 
 The checksum of a tensor is BLAKE3 over its contiguous bytes. The root digest is BLAKE3 over one line per tensor,
-ordered by name: the JSON array `[name, dtype, shape, checksum]` and a newline. So the root digest changes with any
-byte, name, shape or element type, and does not depend on the order in which tensors are given.
+ordered by name: the JSON array `[name, dtype, shape, checksum]` and a newline; of a tensor that is coded,
+`[name, dtype, shape, checksum, [format, dtype before, [names of its scales]]]`. So the root digest changes with any
+byte, name, shape, element type or format, and does not depend on the order in which tensors are given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
-from fathom.core.manifest import Manifest, TensorEntry
+from fathom.core.manifest import Manifest, TensorEntry, TensorFormat
+from fathom.sync.quantise.formats import check_scales
 from fathom.sync.tree_hash import tree_hashes
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -37,22 +39,26 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 """Element types that can be published, as safetensors writes them."""
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_PLAIN: Mapping[str, TensorFormat] = {}
 _ALIGNMENT_BYTES = 64
 _TASK_BYTES, _LARGE_BYTES = 1 << 20, 1 << 26
 """A thread hashes so much at a time, because handing over costs too; all together hash a large one, which takes 0.1 ms
 to begin."""
 
 
-def digest(tensors: Mapping[str, Tensor], *, threads: int = 1) -> str:
-    """Root digest (hex) of `tensors` as they lie in memory now."""
-    return root_digest(layout(tensors, threads=threads))
+def digest(tensors: Mapping[str, Tensor], *, formats: Mapping[str, TensorFormat] = _PLAIN, threads: int = 1) -> str:
+    """Root digest (hex) of `tensors` as they lie in memory now, coded as `formats` says, by name."""
+    return root_digest(layout(tensors, formats=formats, threads=threads))
 
 
 def root_digest(entries: Iterable[TensorEntry]) -> str:
     """Root digest (hex) of a listing, whatever its order."""
     listing = blake3()
     for entry in sorted(entries, key=lambda entry: entry.name):
-        listing.update(msgspec.json.encode((entry.name, entry.dtype, entry.shape, entry.checksum)) + b"\n")
+        line = (entry.name, entry.dtype, entry.shape, entry.checksum)
+        if entry.format is not None:
+            line = (*line, (entry.format.name, entry.format.dtype, entry.format.scales))
+        listing.update(msgspec.json.encode(line) + b"\n")
     return listing.hexdigest()
 
 
@@ -106,7 +112,9 @@ def shaped(memory: Tensor, entry: TensorEntry) -> Tensor:
     return memory.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def layout(tensors: Mapping[str, Tensor], *, threads: int = 1) -> tuple[TensorEntry, ...]:
+def layout(
+    tensors: Mapping[str, Tensor], *, formats: Mapping[str, TensorFormat] = _PLAIN, threads: int = 1
+) -> tuple[TensorEntry, ...]:
     """One entry per tensor, ordered by name, laid one after the other at 64-byte boundaries.
 
     Raises:
@@ -127,6 +135,7 @@ def layout(tensors: Mapping[str, Tensor], *, threads: int = 1) -> tuple[TensorEn
                 offset=offset,
                 size_bytes=size_bytes,
                 checksum=found,
+                format=formats.get(name),
             )
         )
         offset += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -141,25 +150,43 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def build_manifest(
-    number: int, incarnation: int, parent: PolicyVersion | None, tensors: Mapping[str, Tensor], *, threads: int = 1
+    number: int,
+    incarnation: int,
+    parent: PolicyVersion | None,
+    tensors: Mapping[str, Tensor],
+    *,
+    formats: Mapping[str, TensorFormat] = _PLAIN,
+    cast_digest: str | None = None,
+    threads: int = 1,
 ) -> Manifest:
     """Describe `tensors` (after the cast, tied names resolved to one) as the version `number` of `incarnation`.
 
+    `formats`: how tensors are coded, by name. `cast_digest`: see `Manifest`.
+
     Raises:
-        PayloadError: nothing to publish, an element type that cannot be, or two names for the same memory.
+        PayloadError: nothing to publish, an element type that cannot be, two names for the same memory, or scales that
+            do not belong to what they are said to.
     """
     if not any(tensor.numel() for tensor in tensors.values()):
         raise PayloadError("there are no bytes to publish; pass the model's parameters after the cast")
     _refuse_tied(tensors)
-    entries = layout(tensors, threads=threads)
+    entries = layout(tensors, formats=formats, threads=threads)
+    check_scales({entry.name: entry for entry in entries})
     version = PolicyVersion(incarnation=incarnation, number=number, digest=root_digest(entries))
-    return Manifest(version=version, parent=parent, tensors=entries)
+    return Manifest(version=version, parent=parent, tensors=entries, cast_digest=cast_digest)
 
 
-def wrong_tensors(manifest: Manifest, held: Mapping[str, Tensor], *, threads: int = 1) -> tuple[str, ...]:
+def wrong_tensors(
+    manifest: Manifest,
+    held: Mapping[str, Tensor],
+    *,
+    formats: Mapping[str, TensorFormat] = _PLAIN,
+    threads: int = 1,
+) -> tuple[str, ...]:
     """Names under which `held` differs from the manifest: missing, unknown, of another form or with other bytes."""
-    promised = {entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in manifest.tensors}
-    found = {entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in layout(held, threads=threads)}
+    entries = layout(held, formats=formats, threads=threads)
+    promised = {entry.name: (entry.dtype, entry.shape, entry.checksum, entry.format) for entry in manifest.tensors}
+    found = {entry.name: (entry.dtype, entry.shape, entry.checksum, entry.format) for entry in entries}
     return tuple(sorted(name for name in promised | found if promised.get(name) != found.get(name)))
 
 

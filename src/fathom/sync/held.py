@@ -11,6 +11,7 @@ from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest
 from fathom.sync.digest import dtype_name, few
+from fathom.sync.quantise.formats import check_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,13 @@ class Held:
 
 
 def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
-    """Raise `PayloadError` unless `into` has exactly the manifest's names, shapes and element types."""
-    promised = {entry.name for entry in manifest.tensors}
+    """Raise `PayloadError` unless `into` has the manifest's names, shapes and element types; see `check_scales`."""
+    entries = {entry.name: entry for entry in manifest.tensors}
+    if len(entries) < len(manifest.tensors):
+        names = [entry.name for entry in manifest.tensors]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise PayloadError(f"{manifest.version.name} has two tensors of the same name: {few(twice)}")
+    promised = entries.keys()
     missing, unknown = sorted(into.keys() - promised), sorted(promised - into.keys())
     if missing or unknown:
         raise PayloadError(
@@ -39,3 +45,4 @@ def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:
             raise PayloadError(f"tensor {entry.name!r} is {form} in {manifest.version.name}, {place} in the engine")
         if not tensor.is_contiguous():
             raise PayloadError(f"tensor {entry.name!r} is not contiguous in the engine; stage into contiguous memory")
+    check_scales(entries)

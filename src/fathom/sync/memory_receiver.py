@@ -13,7 +13,7 @@ from torch import Tensor
 from fathom.config.families import TransportKind
 from fathom.core.errors import EngineError, EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
-from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.manifest import Manifest, TensorFormat, WeightSource
 from fathom.core.ports.engine import (
     Capabilities,
     CommitReport,
@@ -31,6 +31,7 @@ from fathom.sync.held import Held
 from fathom.sync.transports.inbox import Inbox
 
 _NO_FAULTS = NoFaults()
+_PLAIN: Mapping[str, TensorFormat] = {}
 
 
 @final
@@ -46,10 +47,12 @@ class MemoryReceiver:
         template: Mapping[str, Tensor],
         faults: Faults = _NO_FAULTS,
         receives_into: ReceivesInto = ReceivesInto.STAGING,
+        formats: Mapping[str, TensorFormat] = _PLAIN,
     ) -> None:
-        """Hold tensors of the template's names, shapes and element types; nothing serves yet."""
+        """Hold tensors with the template's names, shapes and element types, coded by `formats`; nothing serves yet."""
         self._id = engine_id
-        self._inbox = Inbox(engine_id, faults)
+        self._formats = formats
+        self._inbox = Inbox(engine_id, faults, formats)
         self._serving = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
         self._live = receives_into is ReceivesInto.LIVE
         spare = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
@@ -80,6 +83,7 @@ class MemoryReceiver:
             transports=frozenset(TransportKind),
             digest=DigestKind.MEMORY,
             max_context_tokens=0,
+            formats=frozenset(each.name for each in self._formats.values()),
         )
 
     @property
@@ -120,8 +124,9 @@ class MemoryReceiver:
         """Digest the staged tensors; name those that differ from the manifest."""
         started = time.perf_counter()
         manifest = self._require_staged()
-        found = digest(self._staging)
-        wrong = () if found == manifest.version.digest else wrong_tensors(manifest, self._staging)
+        found = digest(self._staging, formats=self._formats)
+        right = found == manifest.version.digest
+        wrong = () if right else wrong_tensors(manifest, self._staging, formats=self._formats)
         return VerifyReport(digest=found, kind=DigestKind.MEMORY, verify_s=time.perf_counter() - started, wrong=wrong)
 
     async def commit(self, version: PolicyVersion, mode: InFlightMode) -> CommitReport:

@@ -16,6 +16,8 @@ class Publication:
     """What serves now."""
     parent: PolicyVersion | None
     """What served before. None: nothing did."""
+    cast_digest: str | None
+    """See `Manifest.cast_digest`."""
     size_bytes: int
     """Bytes of the version."""
     moved_bytes: int

@@ -28,11 +28,13 @@ from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, ReceivesInto, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
-from fathom.sync.digest import build_manifest, few
+from fathom.sync.digest import few
 from fathom.sync.listener import Deaf, Listener
 from fathom.sync.phase import Phase, asked_to_stop
 from fathom.sync.probe import Probe
 from fathom.sync.publication import Publication
+from fathom.sync.quantise.describe import describe
+from fathom.sync.quantise.quantiser import Quantiser
 from fathom.sync.receiver import Receiver
 from fathom.sync.transport_thread import TransportThread
 from fathom.sync.transports.transport import Transport
@@ -74,9 +76,10 @@ class Publisher:
         config: SyncConfig,
         faults: Faults = _NO_FAULTS,
         listener: Listener = _DEAF,
+        quantiser: Quantiser | None = None,
     ) -> None:
         """`faults` reaches `hold` and `offer`, each `.before` and `.after`, and the phases stage, verify, commit and
-        rollback, by engine."""
+        rollback, by engine. `quantiser` codes every version on its way; None: it goes out as the trainer cast it."""
         self._engines = {engine.id: engine for engine in engines}
         if len(self._engines) < len(engines):
             raise ValueError(f"two engines have the same name: {[engine.id for engine in engines]}")
@@ -84,6 +87,7 @@ class Publisher:
         self._config = config
         self._faults = faults
         self._listener = listener
+        self._quantiser = quantiser
         self._fenced: dict[EngineId, str] = {}
         self._by_behaviour: set[EngineId] = set()
         self._overwritten: set[EngineId] = set()
@@ -147,10 +151,10 @@ class Publisher:
             parent = self._parent(number, incarnation)
             self._require_engines()
             started = time.perf_counter()
-            threads = torch.get_num_threads()
-            manifest = await asyncio.to_thread(build_manifest, number, incarnation, parent, tensors, threads=threads)
+            described = partial(describe, number, incarnation, parent, tensors, self._quantiser)
+            manifest, published = await asyncio.to_thread(described, threads=torch.get_num_threads())
             try:
-                await self._transport.hold(manifest, tensors)
+                await self._transport.hold(manifest, published)
                 write_s = time.perf_counter() - started
                 if written is not None:
                     written.set()
@@ -216,6 +220,7 @@ class Publisher:
         return Publication(
             version=held.version,
             parent=parent,
+            cast_digest=held.manifest.cast_digest,
             size_bytes=held.manifest.size_bytes,
             moved_bytes=sum(stage.answers[engine].moved_bytes for engine in self._trusted()),
             write_s=write_s,

@@ -69,6 +69,8 @@ class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.1"):
     """Samples and scores with a logit bias."""
     stop_strings: bool = False
     """Ends a generation at a text. Like every ability, it is lacking where it is not declared."""
+    formats: frozenset[str] = frozenset()
+    """Formats in which it holds tensors that do not come as the trainer cast them (`TensorFormat.name`)."""
 
 
 class Barrier(msgspec.Struct, frozen=True, tag="barrier.1"):

@@ -9,24 +9,37 @@ from typing import final
 from torch import Tensor
 
 from fathom.core.ids import EngineId
-from fathom.core.manifest import BroadcastSource, DiskSource, Manifest, SharedMemorySource, WeightSource
+from fathom.core.manifest import (
+    BroadcastSource,
+    DiskSource,
+    Manifest,
+    SharedMemorySource,
+    TensorFormat,
+    WeightSource,
+)
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.sync.held import Held, check_fit
+from fathom.sync.quantise.formats import check_known
 from fathom.sync.transports.broadcast.seat import Seat
 from fathom.sync.transports.disk import read_disk
 from fathom.sync.transports.reception import Reception
 from fathom.sync.transports.shared import read_shared
 
 _NO_FAULTS = NoFaults()
+_PLAIN: Mapping[str, TensorFormat] = {}
 
 
 @final
 class Inbox:
     """Receives versions for one engine, one at a time. Keeps what is dear to set up from one to the next."""
 
-    def __init__(self, engine: EngineId, faults: Faults = _NO_FAULTS) -> None:
-        """`faults` reaches `receive.before` and `receive.after`."""
+    def __init__(
+        self, engine: EngineId, faults: Faults = _NO_FAULTS, formats: Mapping[str, TensorFormat] = _PLAIN
+    ) -> None:
+        """`faults` reaches `receive.before` and `receive.after`. `formats`: how the engine's tensors are coded, by
+        name."""
         self._engine = engine
+        self._formats = formats
         self._faults = faults
         self._seat = Seat(engine)
 
@@ -45,11 +58,12 @@ class Inbox:
             serving: what serves meanwhile. None: nothing, or `into` is its memory.
 
         Raises:
-            PayloadError: a tensor is missing, unknown, of another shape or element type, or the source cannot be read
-                as the manifest says. Names the tensor. Nothing was written when the names or forms do not fit.
+            PayloadError: a tensor is missing, unknown, of another shape, element type or format, or the source cannot
+                be read as the manifest says. Names the tensor. Nothing was written when names or forms do not fit.
             TransferInterruptedError: the transfer broke elsewhere.
         """
         check_fit(manifest, into)
+        check_known(manifest, self._formats)
         reception = Reception(engine=self._engine, manifest=manifest, into=into, serving=serving)
         await self._faults.reach("receive.before")
         moved_bytes = await self._in_thread(source, reception)

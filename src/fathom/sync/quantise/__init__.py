@@ -1,0 +1,1 @@
+"""Versions that travel, and are served, in another format than the trainer casts to."""

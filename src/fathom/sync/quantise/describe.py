@@ -1,0 +1,44 @@
+"""What is published of the trainer's cast: its manifest, and the tensors that go out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fathom.core.ids import PolicyVersion
+from fathom.core.manifest import Manifest
+from fathom.sync.digest import build_manifest, layout, root_digest
+from fathom.sync.quantise.formats import check_origin
+from fathom.sync.quantise.quantiser import Quantiser
+
+
+def describe(
+    number: int,
+    incarnation: int,
+    parent: PolicyVersion | None,
+    cast: Mapping[str, Tensor],
+    quantiser: Quantiser | None,
+    *,
+    threads: int = 1,
+) -> tuple[Manifest, Mapping[str, Tensor]]:
+    """Version `number` of `incarnation`: `cast` itself, or what `quantiser` makes of it.
+
+    Raises:
+        PayloadError: see `build_manifest`; or the quantiser cannot code a tensor, or did more than to code.
+    """
+    if quantiser is None:
+        return build_manifest(number, incarnation, parent, cast, threads=threads), cast
+    before = layout(cast, threads=threads)
+    coded = quantiser.apply(cast)
+    manifest = build_manifest(
+        number,
+        incarnation,
+        parent,
+        coded.tensors,
+        formats=coded.formats,
+        cast_digest=root_digest(before),
+        threads=threads,
+    )
+    check_origin(before, manifest.tensors)
+    return manifest, coded.tensors
