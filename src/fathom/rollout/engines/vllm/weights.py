@@ -9,7 +9,7 @@ from typing import final
 
 from fathom.core.errors import EngineError, EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId, PolicyVersion
-from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.manifest import BroadcastSource, Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.vllm.expected import Form, check_fit
@@ -18,6 +18,7 @@ from fathom.rollout.engines.vllm.generation import Generation
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec
 from fathom.rollout.engines.vllm.wire import StagedFacts, StageOrder
+from fathom.sync.transports.broadcast.buckets import plan_buckets
 
 _POLL_S = 0.005
 
@@ -171,4 +172,6 @@ class Weights:
 
 def _order(engine: EngineId, manifest: Manifest, source: WeightSource) -> StageOrder:
     entries = tuple((each.name, each.dtype, each.shape, each.offset, each.size_bytes) for each in manifest.tensors)
-    return StageOrder(engine=engine, source=source, entries=entries, buckets=())
+    buckets = plan_buckets(manifest, source.bucket_bytes) if isinstance(source, BroadcastSource) else ()
+    spans = tuple((bucket.start, bucket.stop) for bucket in buckets)
+    return StageOrder(engine=engine, source=source, entries=entries, buckets=spans)
