@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
+
+from fathom.core.errors import TransferInterruptedError
 
 
 class FaultKind(StrEnum):
@@ -17,6 +20,12 @@ class FaultKind(StrEnum):
     """Never returns; only a deadline or a cancellation ends it."""
     DELAY = "delay"
     """Returns after `seconds`."""
+    STUCK = "stuck"
+    """Never returns, and does not react to the first cancellation either."""
+    CANCELLED = "cancelled"
+    """Ends as if it had been cancelled, by nobody."""
+    INTERRUPTED = "interrupted"
+    """Says that a transfer broke elsewhere."""
 
 
 class InjectedError(Exception):
@@ -54,7 +63,7 @@ class ScriptedFaults:
         return tuple(self._reached)
 
     async def reach(self, place: str) -> None:
-        """Return, wait, or raise `InjectedError`, as the script says."""
+        """Return, wait, or raise, as the script says."""
         fault = self._script.get((place, self._reached.count(place)))
         self._reached.append(place)
         if fault is None:
@@ -66,3 +75,11 @@ class ScriptedFaults:
                 await asyncio.Event().wait()
             case FaultKind.DELAY:
                 await asyncio.sleep(fault.seconds)
+            case FaultKind.STUCK:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+                await asyncio.Event().wait()
+            case FaultKind.CANCELLED:
+                raise asyncio.CancelledError
+            case FaultKind.INTERRUPTED:
+                raise TransferInterruptedError(place, "injected")
