@@ -1,0 +1,1 @@
+"""`fathom plan`: what a choice would cost, before it is made."""

@@ -1,0 +1,81 @@
+"""Predictions for one host, from rates that were measured there at one size: beside what was measured at the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+RECEIVERS_PHASES = ("transfer", "verify")
+"""Phases in which every receiver works; the others are the trainer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Seconds that were measured."""
+
+    transport: str
+    """Which, e.g. `p2p by NIXL`."""
+    size_bytes: float
+    """Bytes of the version."""
+    receivers: int
+    """Engines that received it at once."""
+    phase: str
+    """`digest` and `write` (the trainer's), `transfer` and `verify` (the slowest receiver's)."""
+    seconds: float
+    """Measured."""
+    link_bytes_per_s: float | None = None
+    """Of every host's link to the others. None: one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A measurement beside its prediction."""
+
+    taken: Taken
+    """What was measured."""
+    predicted_s: float
+    """What was to be expected."""
+    calibrated: bool
+    """The phase's rate was taken from this measurement: its error is 0 and says nothing."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted_s / self.taken.seconds - 1
+
+
+def forecast(measurements: Sequence[Taken], cores: int) -> list[Forecast]:
+    """Predict each measurement, in the order given.
+
+    On one host, each phase of each transport has one rate, taken at the middle size with the fewest receivers. Time is
+    bytes over rate; receivers that outnumber the cores share them. Over links nothing is calibrated: the sender's link
+    passes the version once in a broadcast, and once for each receiver in p2p.
+    """
+    rates = {key: _calibration(group) for key, group in _grouped(measurements)}
+    return [
+        _forecast(taken, rates[taken.transport, taken.phase, taken.link_bytes_per_s], cores) for taken in measurements
+    ]
+
+
+def _grouped(measurements: Iterable[Taken]) -> Iterator[tuple[tuple[str, str, float | None], list[Taken]]]:
+    groups: dict[tuple[str, str, float | None], list[Taken]] = {}
+    for taken in measurements:
+        groups.setdefault((taken.transport, taken.phase, taken.link_bytes_per_s), []).append(taken)
+    yield from groups.items()
+
+
+def _calibration(group: Sequence[Taken]) -> Taken:
+    """The middle size, the upper one of two, with the fewest receivers."""
+    sizes = sorted({taken.size_bytes for taken in group})
+    middle = sizes[len(sizes) // 2]
+    return min((taken for taken in group if taken.size_bytes == middle), key=lambda taken: taken.receivers)
+
+
+def _forecast(taken: Taken, calibration: Taken, cores: int) -> Forecast:
+    if taken.link_bytes_per_s is not None and taken.phase == "transfer":
+        passes = 1 if taken.transport == "broadcast" else taken.receivers
+        return Forecast(taken=taken, predicted_s=passes * taken.size_bytes / taken.link_bytes_per_s, calibrated=False)
+    predicted_s = calibration.seconds * taken.size_bytes / calibration.size_bytes
+    if taken.phase in RECEIVERS_PHASES:
+        predicted_s *= max(1.0, taken.receivers / cores) / max(1.0, calibration.receivers / cores)
+    return Forecast(taken=taken, predicted_s=predicted_s, calibrated=taken is calibration)
