@@ -30,6 +30,7 @@ class TransportKind(StrEnum):
     SHARED = "shared"
     DISK = "disk"
     BROADCAST = "broadcast"
+    DELTA = "delta"
 
 
 class CollectiveBackend(StrEnum):

@@ -83,6 +83,10 @@ class DeliveryError(FathomError):
     """A version, right in itself, was not delivered: no room for it, or fewer engines than required took it."""
 
 
+class BudgetError(FathomError):
+    """What must be kept takes more room than was allowed. It is kept; the message says how much would do."""
+
+
 class AlignmentError(FathomError):
     """Engine and trainer computed other bits in aligned mode. The weights that serve are right; the claim is not."""
 

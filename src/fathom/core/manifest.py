@@ -88,4 +88,13 @@ class BroadcastSource(msgspec.Struct, frozen=True, tag="source.broadcast.1"):
     """A transfer that makes no progress for so long is broken off."""
 
 
-WeightSource = SharedMemorySource | DiskSource | BroadcastSource
+class DeltaSource(msgspec.Struct, frozen=True, tag="source.delta.1"):
+    """Bytes lie in a chain of versions: what changed since earlier ones, and now and then all of one."""
+
+    store: str
+    """Folder or URL of the chain."""
+    version: PolicyVersion
+    """The version in it."""
+
+
+WeightSource = SharedMemorySource | DiskSource | BroadcastSource | DeltaSource

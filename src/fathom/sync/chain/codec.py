@@ -76,7 +76,7 @@ class Encoder:
 
     def __init__(self, level: int) -> None:
         """`level` of zstd."""
-        self._zstd = zstandard.ZstdCompressor(level=level, write_checksum=False)
+        self._zstd = zstandard.ZstdCompressor(level=level)
 
     def encode(self, encoding: Encoding, old: np.ndarray | None, new: np.ndarray) -> Iterator[bytes]:
         """`new` (unsigned [n]), block by block; `old` is needed for all but `full`."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple, Self
 
 import msgspec
+import zstandard
 from blake3 import blake3
 
 from fathom.core.errors import PayloadError
@@ -15,6 +16,7 @@ from fathom.core.manifest import Manifest
 from fathom.sync.digest import root_digest
 
 _SEAL_BYTES = 32
+_LEVEL = 3
 _LINK_NAME = re.compile(r"links/v(\d+)@(\d+)\.(anchor|delta)\.msgpack")
 
 
@@ -104,8 +106,8 @@ class LinkName(NamedTuple):
 
 
 def seal(link: Link) -> bytes:
-    """A link object: BLAKE3 of the rest, then the record."""
-    record = msgspec.msgpack.encode(link)
+    """A link object: BLAKE3 of the rest, then the record, as zstd."""
+    record = zstandard.compress(msgspec.msgpack.encode(link), _LEVEL)
     return blake3(record).digest() + record
 
 
@@ -115,8 +117,8 @@ def unseal(name: LinkName, content: bytes) -> Link:
     if blake3(record).digest() != content[:_SEAL_BYTES]:
         raise PayloadError(f"{name.link} is damaged: its checksum is wrong")
     try:
-        link = msgspec.msgpack.decode(record, type=Link)
-    except msgspec.MsgspecError as error:
+        link = msgspec.msgpack.decode(zstandard.decompress(record), type=Link)
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise PayloadError(f"{name.link} is no link that this version of Fathom reads: {error}") from error
     entries = link.manifest.tensors
     if (

@@ -45,6 +45,11 @@ class Store:
             return cls(LocalMedium(Path(text.removeprefix(_FILE_SCHEME))))
         return cls(ObjectMedium(text))
 
+    @classmethod
+    def of_run(cls, run_folder: Path, store: str | None) -> Self:
+        """The chain of a run: in `store` (`sync.chain.store`) below the run's name, or in its own folder."""
+        return cls.open(run_folder / "chain" if store is None else f"{store.rstrip('/')}/{run_folder.absolute().name}")
+
     @property
     def url(self) -> str:
         """Opens the same store in another process; a local path is absolute."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fathom.core.ids import EngineId
 from fathom.core.manifest import (
     BroadcastSource,
+    DeltaSource,
     DiskSource,
     Manifest,
     SharedMemorySource,
@@ -21,6 +22,7 @@ from fathom.core.ports.faults import Faults, NoFaults
 from fathom.sync.held import Held, check_fit
 from fathom.sync.quantise.formats import check_known
 from fathom.sync.transports.broadcast.seat import Seat
+from fathom.sync.transports.delta import DeltaReading
 from fathom.sync.transports.disk import read_disk
 from fathom.sync.transports.reception import Reception
 from fathom.sync.transports.shared import read_shared
@@ -42,6 +44,7 @@ class Inbox:
         self._formats = formats
         self._faults = faults
         self._seat = Seat(engine)
+        self._deltas = DeltaReading()
 
     async def receive(
         self, manifest: Manifest, source: WeightSource, into: Mapping[str, Tensor], serving: Held | None
@@ -91,3 +94,5 @@ class Inbox:
                 return read_disk(source, reception)
             case BroadcastSource():
                 return self._seat.receive(source, reception)
+            case DeltaSource():
+                return self._deltas.read(source, reception)
