@@ -19,4 +19,7 @@ def hold_and_offer(transport: Transport, manifest: Manifest, tensors: Mapping[st
 
 async def receive(source: WeightSource, manifest: Manifest, into: Mapping[str, Tensor], faults=None) -> int:
     inbox = Inbox(ENGINE) if faults is None else Inbox(ENGINE, faults)
-    return await inbox.receive(manifest, source, into, None)
+    try:
+        return await inbox.receive(manifest, source, into, None)
+    finally:
+        inbox.close()

@@ -30,7 +30,19 @@ class TransportKind(StrEnum):
     SHARED = "shared"
     DISK = "disk"
     BROADCAST = "broadcast"
+    P2P = "p2p"
     DELTA = "delta"
+
+
+class FabricKind(StrEnum):
+    """What writes from one process's memory into another's, for `sync.transport = "p2p"`."""
+
+    NIXL = "nixl"
+    """NIXL over UCX: RDMA, shared memory or TCP."""
+    MOONCAKE = "mooncake"
+    """Mooncake's Transfer Engine over TCP."""
+    MEMORY = "memory"
+    """Within one process only: for tests."""
 
 
 class CollectiveBackend(StrEnum):

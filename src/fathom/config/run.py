@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from fathom.config.families import EngineKind, OnStale, Tracker
+from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
@@ -139,6 +139,11 @@ class RunConfig(Section):
         if self.deterministic and self.engine.count > 1:
             raise ValueError(
                 f"deterministic = true uses one engine, but engine.count = {self.engine.count}; set engine.count = 1"
+            )
+        if self.sync.p2p is not None and self.sync.p2p.fabric is FabricKind.MEMORY:
+            raise ValueError(
+                "sync.p2p.fabric = 'memory' stays within one process, but engines are processes of their own; "
+                "set sync.p2p.fabric = 'nixl'"
             )
         if self.sync.min_engines > self.engine.count:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import CollectiveBackend, TransportKind
+from fathom.config.families import CollectiveBackend, FabricKind, TransportKind
 from fathom.config.section import Section
 
 
@@ -57,6 +57,24 @@ class ChainConfig(Section):
         return self
 
 
+class PeerConfig(Section):
+    """Weights written into each engine's memory by those who hold them."""
+
+    fabric: FabricKind = FabricKind.NIXL
+    """What writes."""
+    host: str = "127.0.0.1"
+    """Address of the trainer at which engines ask. Beyond loopback only where every host of the network is trusted:
+    fabrics neither encrypt nor authenticate."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port at which engines ask. 0: any free one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"engines cannot reach the trainer at host = '{self.host}'; name one of its addresses")
+        return self
+
+
 class SyncConfig(Section):
     """How weights reach the engine."""
 
@@ -66,6 +84,8 @@ class SyncConfig(Section):
     """A publication needs at least this many engines to commit; at most `engine.count`."""
     broadcast: BroadcastConfig | None = None
     """Of `transport = "broadcast"` only. None: its defaults."""
+    p2p: PeerConfig | None = None
+    """Of `transport = "p2p"` only. None: its defaults."""
     chain: ChainConfig = ChainConfig()
     """The chain of versions, whatever the transport."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -75,6 +95,12 @@ class SyncConfig(Section):
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Nats, on average, by which an engine that cannot digest the memory it computes with may differ from the trainer
     when it is probed at each commit. None: 0.001 in float32, 0.15 in bfloat16."""
+
+    @model_validator(mode="after")
+    def _check_p2p(self) -> Self:
+        if self.p2p is not None and self.transport is not TransportKind.P2P:
+            raise ValueError(f"sync.p2p changes nothing with sync.transport = '{self.transport}'; remove it")
+        return self
 
     @model_validator(mode="after")
     def _check_broadcast(self) -> Self:

@@ -97,4 +97,39 @@ class DeltaSource(msgspec.Struct, frozen=True, tag="source.delta.1"):
     """The version in it."""
 
 
-WeightSource = SharedMemorySource | DiskSource | BroadcastSource | DeltaSource
+class PeerShard(msgspec.Struct, frozen=True, tag="peer_shard.1"):
+    """What one source rank holds of one tensor."""
+
+    name: str
+    """The tensor."""
+    bounds: tuple[tuple[int, int], ...]
+    """Per dimension: the first index and the one after the last."""
+
+
+class PeerRank(msgspec.Struct, frozen=True, tag="peer_rank.1"):
+    """One source rank: a process that writes from its memory into that of engines."""
+
+    host: str
+    """Address of its control socket."""
+    port: int
+    """Its port."""
+    token: str
+    """Unguessable; who knows it may have the version written into memory of its own."""
+    shards: tuple[PeerShard, ...] | None
+    """What it holds. None: every tensor, whole."""
+
+
+class PeerSource(msgspec.Struct, frozen=True, tag="source.peer.1"):
+    """Bytes are written into the memory of each engine rank that asks for them, by the source ranks that hold them."""
+
+    fabric: str
+    """What writes: `nixl`, `mooncake`, ..."""
+    engines: tuple[EngineId, ...]
+    """The engines that may ask, in the order in which sources are assigned to them."""
+    ranks: tuple[PeerRank, ...]
+    """The source ranks. Together they hold every tensor."""
+    timeout_s: float
+    """An engine rank that has not received everything by then gives up."""
+
+
+WeightSource = SharedMemorySource | DiskSource | BroadcastSource | PeerSource | DeltaSource

@@ -14,6 +14,7 @@ from fathom.core.manifest import (
     DeltaSource,
     DiskSource,
     Manifest,
+    PeerSource,
     SharedMemorySource,
     TensorFormat,
     WeightSource,
@@ -24,6 +25,7 @@ from fathom.sync.quantise.formats import check_known
 from fathom.sync.transports.broadcast.seat import Seat
 from fathom.sync.transports.delta import DeltaReading
 from fathom.sync.transports.disk import read_disk
+from fathom.sync.transports.p2p.landing import Landing
 from fathom.sync.transports.reception import Reception
 from fathom.sync.transports.shared import read_shared
 
@@ -45,6 +47,7 @@ class Inbox:
         self._faults = faults
         self._seat = Seat(engine)
         self._deltas = DeltaReading()
+        self._landing = Landing(engine)
 
     async def receive(
         self, manifest: Manifest, source: WeightSource, into: Mapping[str, Tensor], serving: Held | None
@@ -76,6 +79,7 @@ class Inbox:
     def close(self) -> None:
         """Let go of what was kept. Idempotent."""
         self._seat.close()
+        self._landing.close()
 
     async def _in_thread(self, source: WeightSource, reception: Reception) -> int:
         reading = asyncio.create_task(asyncio.to_thread(self._read, source, reception))
@@ -96,3 +100,5 @@ class Inbox:
                 return self._seat.receive(source, reception)
             case DeltaSource():
                 return self._deltas.read(source, reception)
+            case PeerSource():
+                return self._landing.read(source, reception)
