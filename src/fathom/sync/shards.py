@@ -54,6 +54,20 @@ class Box(msgspec.Struct, frozen=True, tag="box.1"):
         common = tuple((max(mine[0], its[0]), min(mine[1], its[1])) for mine, its in pairs)
         return Box(common) if all(start < stop for start, stop in common) else None
 
+    def without(self, other: Box) -> tuple[Box, ...]:
+        """The rest of it, as boxes that do not overlap."""
+        common = self.intersect(other)
+        if common is None:
+            return (self,)
+        rest: list[Box] = []
+        bounds = list(self.bounds)
+        for dim, (start, stop) in enumerate(common.bounds):
+            first, end = bounds[dim]
+            sides = [side for side in ((first, start), (stop, end)) if side[0] < side[1]]
+            rest += [Box((*bounds[:dim], side, *bounds[dim + 1 :])) for side in sides]
+            bounds[dim] = (start, stop)
+        return tuple(rest)
+
     def within(self, outer: Box) -> Box:
         """The same elements, counted from the first corner of `outer`. Raises `ValueError` when they are not in it."""
         if self.elements and self.intersect(outer) != self:
@@ -134,23 +148,9 @@ def uncovered(whole: Box, parts: Iterable[Box]) -> Box | None:
     """A part of `whole` that none of `parts` covers. None: it is covered."""
     open_parts = [whole] if whole.elements else []
     for part in parts:
-        open_parts = [rest for piece in open_parts for rest in _without(piece, part)]
+        open_parts = [rest for piece in open_parts for rest in piece.without(part)]
     return open_parts[0] if open_parts else None
 
 
 def _below(index: int, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
     return tuple(Box(((index, index + 1), *box.bounds)) for box in boxes)
-
-
-def _without(box: Box, hole: Box) -> Iterator[Box]:
-    common = box.intersect(hole)
-    if common is None:
-        yield box
-        return
-    bounds = list(box.bounds)
-    for dim, (start, stop) in enumerate(common.bounds):
-        first, end = bounds[dim]
-        for rest in ((first, start), (stop, end)):
-            if rest[0] < rest[1]:
-                yield Box((*bounds[:dim], rest, *bounds[dim + 1 :]))
-        bounds[dim] = (start, stop)

@@ -26,6 +26,10 @@ class BucketSource(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """No bucket will be asked for any more."""
+        ...
+
 
 def layout_bytes(manifest: Manifest) -> int:
     """Size of the manifest's flat layout."""
@@ -51,10 +55,13 @@ class FlatSource:
         """See `BucketSource`."""
         return self.memory[bucket.start : bucket.stop]
 
+    def close(self) -> None:
+        """Keeps its memory, for another version."""
+
 
 @final
-class DeviceSource:
-    """Another source's buckets on a GPU, two at a time."""
+class DeviceBuckets:
+    """Buckets of a source on a GPU, two at a time."""
 
     def __init__(self, host: BucketSource, device: torch.device, bucket_bytes: int) -> None:
         """Takes the memory of two buckets on the device."""
@@ -63,7 +70,7 @@ class DeviceSource:
         self._turns = 0
 
     def fill(self, bucket: Bucket) -> Tensor:
-        """See `BucketSource`; on the device."""
+        """As `BucketSource.fill`, on the device."""
         slot = self._slots[self._turns % 2][: bucket.size_bytes]
         self._turns += 1
         slot.copy_(self._host.fill(bucket))

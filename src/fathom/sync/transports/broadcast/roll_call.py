@@ -16,7 +16,7 @@ The store is a `torch.distributed.TCPStore` at `host:port`; the keys of one tran
 4. For every bucket of `plan_buckets(manifest, source.bucket_bytes)`, in that order: `broadcast` of uint8
    [bucket.size_bytes] from rank 0, each within `stall_s`. Several may be under way at once; their order is fixed.
 5. Whoever breaks off lets go of the group, which breaks it for the others: they raise `TransferInterruptedError`, let
-   go of it too, and say `"group": null` next time.
+   go of it too, and say `"group": null` next time. The trainer sets `broken` to its reason before.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict.1"):
 
 
 _VERDICT_KEY = "verdict"
+_BROKEN_KEY = "broken"
 
 
 def say_present(store: Store, rank: int, present: Present) -> None:
@@ -104,9 +105,19 @@ def await_verdict(store: Store, within_s: float, given_up: Event) -> Verdict | N
     return msgspec.json.decode(store.get(_VERDICT_KEY), type=Verdict)
 
 
+def say_broken(store: Store, reason: str) -> None:
+    """The trainer breaks off."""
+    store.set(_BROKEN_KEY, reason)
+
+
+def why_broken(store: Store) -> str | None:
+    """Why the trainer broke off. None: it has not said."""
+    return store.get(_BROKEN_KEY).decode() if store.check([_BROKEN_KEY]) else None
+
+
 def forget(store: Store, ranks: Collection[int]) -> None:
     """Remove the keys of a transfer that is over."""
-    for key in (*map(_present_key, ranks), _VERDICT_KEY):
+    for key in (*map(_present_key, ranks), _VERDICT_KEY, _BROKEN_KEY):
         store.delete_key(key)
 
 

@@ -16,7 +16,14 @@ from fathom.core.manifest import BroadcastSource
 from fathom.sync.digest import byte_view, copy_bytes
 from fathom.sync.transports.broadcast.buckets import Bucket, plan_buckets
 from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, form_gloo, form_nccl
-from fathom.sync.transports.broadcast.roll_call import Present, Verdict, await_verdict, say_present, withdraw
+from fathom.sync.transports.broadcast.roll_call import (
+    Present,
+    Verdict,
+    await_verdict,
+    say_present,
+    why_broken,
+    withdraw,
+)
 from fathom.sync.transports.broadcast.store import StoreVisit, visit_store
 from fathom.sync.transports.reception import Reception
 
@@ -121,7 +128,8 @@ class Seat:
             whole = True
             return moved_bytes
         except BrokenGroupError as error:
-            raise TransferInterruptedError(self._engine, f"the broadcast broke off: {error}") from error
+            reason = self._why_broken(source) or error
+            raise TransferInterruptedError(self._engine, f"the broadcast broke off: {reason}") from error
         finally:
             for arrival in under_way:  # nothing may be written once this returns
                 arrival.sink()
@@ -139,6 +147,11 @@ class Seat:
             self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=group.device) for _ in range(_UNDER_WAY)]
         self._slots.reverse()  # of two under way, the other one is free
         return self._slots[0][: bucket.size_bytes]
+
+    def _why_broken(self, source: BroadcastSource) -> str | None:
+        assert self._visit is not None
+        with suppress(RuntimeError):  # the sender is gone
+            return why_broken(PrefixStore(source.transfer, self._visit.store))
 
     def _leave_group(self) -> None:
         if self._group is not None:

@@ -19,7 +19,7 @@ from fathom.config.sync import BroadcastConfig
 from fathom.core.errors import DeliveryError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import BroadcastSource
-from fathom.sync.transports.broadcast.bucket_source import BucketSource, DeviceSource
+from fathom.sync.transports.broadcast.bucket_source import BucketSource, DeviceBuckets
 from fathom.sync.transports.broadcast.buckets import Bucket
 from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, form_gloo, form_nccl
 from fathom.sync.transports.broadcast.roll_call import (
@@ -28,6 +28,7 @@ from fathom.sync.transports.broadcast.roll_call import (
     await_all,
     give_verdict,
     read_present,
+    say_broken,
 )
 from fathom.sync.transports.broadcast.seat import device_name
 
@@ -93,10 +94,12 @@ class Sending:
                 self._form(verdict)
             self._send()
         except Exception as error:  # noqa: BLE001 - the thread's boundary: engines are told, or notice the broken group
-            if not verdict_given:
-                with suppress(RuntimeError):  # the store is gone, and the engines with it
+            with suppress(RuntimeError):  # the store is gone, and the engines with it
+                if verdict_given:
+                    say_broken(self._transfer, str(error))
+                else:
                     give_verdict(self._transfer, Verdict(reason=str(error)))
-            else:
+            if verdict_given:
                 self._let_go()
 
     def _decide(self) -> Verdict:
@@ -129,9 +132,9 @@ class Sending:
 
     def _send(self) -> None:
         assert self._kept is not None
-        group, source = self._kept.group, self._bytes_of
+        group, fill = self._kept.group, self._bytes_of.fill
         if group.device.type != "cpu":
-            source = DeviceSource(source, group.device, self._source.bucket_bytes)
+            fill = DeviceBuckets(self._bytes_of, group.device, self._source.bucket_bytes).fill
         under_way: deque[Pending] = deque()
         try:
             for bucket in self._buckets:
@@ -139,7 +142,7 @@ class Sending:
                     under_way.popleft().wait()
                 if self._given_up.is_set():
                     raise BrokenGroupError("it was given up")
-                under_way.append(group.broadcast(source.fill(bucket)))
+                under_way.append(group.broadcast(fill(bucket)))
             while under_way:
                 under_way.popleft().wait()
         finally:

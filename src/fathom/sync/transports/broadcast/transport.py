@@ -80,6 +80,7 @@ class BroadcastTransport:
             self._give_up()
         for held in [held for held in self._held if held.manifest.version == version]:
             self._held.remove(held)
+            held.source.close()
             if isinstance(held.source, FlatSource):
                 self._free.append(held.source)
 
@@ -89,6 +90,8 @@ class BroadcastTransport:
         if self._kept is not None:
             self._kept.group.close()
         self._kept = self._store = self._over = None
+        for held in self._held:
+            held.source.close()
         self._held, self._free = [], []
 
     def _give_up(self) -> None:
