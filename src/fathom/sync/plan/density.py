@@ -9,6 +9,13 @@ from fathom.sync.plan.model_size import Served
 
 WEIGHT_STD = 0.02
 """Standard deviation of weights, unless told otherwise."""
+_CHANGE_BITS = {Served.BFLOAT16: 4, Served.FP8: 4, Served.FLOAT32: 32}
+"""Bits a change costs beside its place. In short types nearly all are to a neighbour; in float32 any bit may differ.
+
+With 4, ratios came out 15 % (learning rate 1e-6, density 0.9 %) and 3 % (3e-6, 2.0 %) below those of the chain's codec
+on SmolLM2-135M.
+"""
+_SMALLEST_RATIO = 1e-6
 _SMALLEST_EXPONENT = -60
 _LARGEST_EXPONENT = 10
 
@@ -44,16 +51,14 @@ def density(learning_rate: float, served: Served, weight_std: float = WEIGHT_STD
 def delta_ratio(changed: float, served: Served) -> float:
     """Bytes of a delta over full bytes, when this share of the elements changed.
 
-    The places cost their entropy, and changed values are sent whole. A codec may do better on values, and pays for
-    blocks and headers.
+    The places cost their entropy, and a change what the codec of `sync/chain` was seen to take for it. Raises
+    ConfigError when it is no share.
     """
     if not 0 <= changed <= 1:
         raise ConfigError(f"a density of {changed:g}? It is the share of elements that change: give --density 0 to 1")
-    if changed in (0.0, 1.0):
-        return max(changed, 1e-6)
-    places = -changed * log2(changed) - (1 - changed) * log2(1 - changed)
+    places = -sum(share * log2(share) for share in (changed, 1 - changed) if share)
     bits = 8 * served.element_bytes
-    return min(1.0, (places + changed * bits) / bits)
+    return min(1.0, max(_SMALLEST_RATIO, (places + changed * _CHANGE_BITS[served]) / bits))
 
 
 def _mass_below(size: float, std: float) -> float:

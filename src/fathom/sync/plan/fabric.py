@@ -123,7 +123,8 @@ FABRICS: dict[str, Fabric] = {
 
 STORAGE_BYTES_PER_S = 1e9
 """Unless told otherwise."""
-ENCODE_BYTES_PER_S = 0.5e9
-"""Comparison, encoding and compression on one host, unless told otherwise: a guess until it is measured."""
-DECODE_BYTES_PER_S = 1e9
-"""Decompression, application and checksum on one host, unless told otherwise: a guess until it is measured."""
+ENCODE_BYTES_PER_S = 0.8e9
+"""Comparison, encoding and compression on one thread, unless told otherwise: SmolLM2-135M in bfloat16, with 0.9 % of
+the elements changed."""
+DECODE_BYTES_PER_S = 2.5e9
+"""Decompression and application on one thread, unless told otherwise: of the same."""

@@ -71,11 +71,11 @@ DeltaRatio = Annotated[
 ]
 EncodeMbps = Annotated[
     float | None,
-    typer.Option("--encode-mbps", metavar="X", help="megabytes a second one host encodes [default: 500, a guess]"),
+    typer.Option("--encode-mbps", metavar="X", help="megabytes a second one host encodes [default: 800]"),
 ]
 DecodeMbps = Annotated[
     float | None,
-    typer.Option("--decode-mbps", metavar="X", help="megabytes a second one host decodes [default: 1000, a guess]"),
+    typer.Option("--decode-mbps", metavar="X", help="megabytes a second one host decodes [default: 2500]"),
 ]
 Live = Annotated[bool, typer.Option("--live", help="engines are written over while they are paused")]
 Check = Annotated[
