@@ -38,10 +38,17 @@ class Landing:
     What is registered stays so, and alive, from one version to the next. After a failure all is set up anew.
     """
 
-    def __init__(self, engine: EngineId, rank: int = 0, ranks: int = 1) -> None:
-        """Rank `rank` of `ranks` of an engine."""
+    def __init__(
+        self,
+        engine: EngineId,
+        rank: int = 0,
+        ranks: int = 1,
+        fabrics: Mapping[FabricKind, Callable[[str], Fabric]] = FABRICS,
+    ) -> None:
+        """Rank `rank` of `ranks` of an engine; `fabrics` are opened as sources ask for them."""
         self._engine = engine
         self._rank, self._ranks = rank, ranks
+        self._fabrics = fabrics
         self._fabric: Fabric | None = None
         self._opened_as: tuple[str, str] | None = None
         self._sets: dict[tuple[Region, ...], list[Tensor]] = {}
@@ -148,7 +155,7 @@ class Landing:
     def _open(self, fabric: str, host: str) -> Fabric:
         if self._fabric is None or self._opened_as != (fabric, host):
             self.close()
-            self._fabric, self._opened_as = FABRICS[FabricKind(fabric)](host), (fabric, host)
+            self._fabric, self._opened_as = self._fabrics[FabricKind(fabric)](host), (fabric, host)
         return self._fabric
 
     def _register(self, fabric: Fabric, slices: Mapping[str, Slice]) -> None:

@@ -10,7 +10,7 @@ from fathom.core.errors import PayloadError
 from fathom.sync.shards import Box, uncovered
 
 PIECE_BYTES = 64 << 20
-"""No piece is larger."""
+"""Pieces of a transfer are not larger, so that a source can pack any of them, and loads can be balanced."""
 
 Holding = Mapping[str, Box] | None
 """What a source rank holds: by tensor the slice. A tensor that is not named is not held. None: every tensor, whole."""
@@ -39,7 +39,7 @@ class Piece:
     box: Box
     """Which part of it; it lies within what the source holds."""
     size_bytes: int
-    """Its size, at most `PIECE_BYTES`."""
+    """Its size."""
 
 
 def assign(sources: int, engines: int, ranks: int) -> dict[tuple[int, int], int]:
@@ -73,16 +73,18 @@ def team(sources: int, engines: int, ranks: int, engine: int, rank: int) -> tupl
     return (assign(sources, engines, ranks)[engine, rank], *spare)
 
 
-def pieces(wanted: Sequence[Wanted], holdings: Sequence[Holding], preferred: Sequence[int]) -> tuple[Piece, ...]:
+def pieces(
+    wanted: Sequence[Wanted], holdings: Sequence[Holding], preferred: Sequence[int], piece_bytes: int = PIECE_BYTES
+) -> tuple[Piece, ...]:
     """Cover each wanted slice exactly once by pieces, each within what its source holds; in the order of `wanted`.
 
-    A part that `preferred` sources hold comes from one of them, else from any holder. Among the candidates the bytes
+    None is larger than `piece_bytes`, unless one element is. A part that `preferred` sources hold comes from one of them, else from any holder. Among the candidates the bytes
     are balanced: where all hold everything, the loads of two differ by at most one piece.
 
     Raises:
         PayloadError: nobody holds a part. Names tensor and part.
     """
-    cells = [cell for each in wanted for cell in _cells(each, holdings, preferred)]
+    cells = [cell for each in wanted for cell in _cells(each, holdings, preferred, piece_bytes)]
     loads = dict.fromkeys(range(len(holdings)), 0)
     chosen: dict[int, Piece] = {}
     for index in sorted(range(len(cells)), key=lambda index: (len(cells[index].holders) > 1, -cells[index].size_bytes)):
@@ -103,7 +105,7 @@ class _Cell:
     holders: tuple[int, ...]
 
 
-def _cells(wanted: Wanted, holdings: Sequence[Holding], preferred: Sequence[int]) -> Iterator[_Cell]:
+def _cells(wanted: Wanted, holdings: Sequence[Holding], preferred: Sequence[int], piece_bytes: int) -> Iterator[_Cell]:
     """Cut a slice along the edges of what is held, and to size."""
     if not wanted.box.elements:
         return
@@ -119,7 +121,7 @@ def _cells(wanted: Wanted, holdings: Sequence[Holding], preferred: Sequence[int]
     for box in _grid(wanted.box, set(held.values())):
         holders = [source for source, part in held.items() if box.intersect(part) == box]
         near = tuple(source for source in holders if source in preferred) or tuple(holders)
-        for part in _to_size(box, max(1, PIECE_BYTES // wanted.item_bytes)):
+        for part in _to_size(box, max(1, piece_bytes // wanted.item_bytes)):
             yield _Cell(name=wanted.name, box=part, size_bytes=part.elements * wanted.item_bytes, holders=near)
 
 

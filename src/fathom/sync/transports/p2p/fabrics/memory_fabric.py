@@ -42,12 +42,13 @@ class MemoryFabric:
     def __init__(self, faults: FabricFaults = _NO_FAULTS) -> None:
         self.faults = faults
         """May be replaced at any time."""
+        self.writes = 0
+        """Writes that it began."""
         self.written_bytes = 0
         """Bytes that arrived elsewhere."""
         self._name = secrets.token_hex(8)
         self._regions: set[Region] = set()
         self._met: set[str] = set()
-        self._count = 0
         self._lock = threading.Lock()
         _OPEN[self._name] = self
 
@@ -112,7 +113,7 @@ class MemoryFabric:
 
     def _write(self, peer: str, write: Write, stop: Stop) -> None:
         with self._lock:
-            number, self._count = self._count, self._count + 1
+            number, self.writes = self.writes, self.writes + 1
         faults, until = self.faults, time.monotonic() + self.faults.slow_s
         while (reason := stop()) is None and time.monotonic() < until:
             time.sleep(_NAP_S)
@@ -121,13 +122,13 @@ class MemoryFabric:
         target = _OPEN.get(peer)
         if target is None or peer not in self._met:
             raise FabricError("the other side has left")
-        arriving = faults.partial_bytes if number == faults.fail_at else write.size_bytes
+        arriving = min(faults.partial_bytes, write.size_bytes) if number == faults.fail_at else write.size_bytes
         if number == faults.lose_at:
             arriving = 0
         with target._lock:
             _require(self._regions, Region(write.source, write.size_bytes), "here")
             _require(target._regions, Region(write.target, write.size_bytes), "there")
-            ctypes.memmove(write.target, write.source, min(arriving, write.size_bytes))
+            ctypes.memmove(write.target, write.source, arriving)
         self.written_bytes += arriving
         if number == faults.fail_at:
             raise FabricError(f"it was cut after {arriving} of {write.size_bytes} bytes, on purpose")
