@@ -99,6 +99,11 @@ class FaultyReceiver:
         """The calls it got, in order, `score` left out."""
         return tuple(self._calls)
 
+    @property
+    def lost(self) -> bool:
+        """Whether it is gone for good."""
+        return self._lost
+
     def plan(self, what: Wrong, *tensors: str) -> None:
         """Do it with the version of the next call of `stage`."""
         self._script.append(Misdeed(what=what, tensors=tensors, stage=self._calls.count("stage")))
