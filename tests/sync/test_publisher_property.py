@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.config.families import TransportKind
-from fathom.config.sync import BroadcastConfig, SyncConfig
+from fathom.config.families import FabricKind, TransportKind
+from fathom.config.sync import BroadcastConfig, PeerConfig, SyncConfig
 from fathom.core.errors import DeliveryError, EngineError, PayloadError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import ReceivesInto
@@ -33,11 +33,12 @@ ENGINE_PLACES = [
 ]
 TRANSPORT_PLACES = [f"{call}.{when}" for call in ("hold", "offer") for when in WHEN]
 TIMEOUT_S = 60.0
-CONFIGS = {
-    TransportKind.SHARED: SyncConfig(timeout_s=TIMEOUT_S),
-    TransportKind.DISK: SyncConfig(transport=TransportKind.DISK, timeout_s=TIMEOUT_S),
+CONFIGS = {kind: SyncConfig(transport=kind, timeout_s=TIMEOUT_S) for kind in TransportKind} | {
     TransportKind.BROADCAST: SyncConfig(
         transport=TransportKind.BROADCAST, timeout_s=TIMEOUT_S, broadcast=BroadcastConfig(stall_s=0.3)
+    ),
+    TransportKind.P2P: SyncConfig(
+        transport=TransportKind.P2P, timeout_s=TIMEOUT_S, p2p=PeerConfig(fabric=FabricKind.MEMORY)
     ),
 }
 EXAMPLES = {TransportKind.SHARED: 100, TransportKind.DISK: 40}
@@ -248,13 +249,13 @@ def exercise(kind: TransportKind, examples: int) -> None:
     any_world()
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", list(TransportKind))
 def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced(kind):
     exercise(kind, EXAMPLES.get(kind, DEFAULT_EXAMPLES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", list(TransportKind))
 def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced_at_length(kind):
     exercise(kind, 20 * EXAMPLES.get(kind, DEFAULT_EXAMPLES))
 
