@@ -73,3 +73,19 @@ def test_links_are_as_slow_as_asked_and_gone_afterwards(tmp_path: Path) -> None:
     with slow_network(1, 100) as (machine,):
         assert Path(f"/run/netns/{machine.namespace}").exists()
     assert not list(Path("/run/netns").glob("fathom-bench-*"))
+
+
+@pytest.mark.slow
+def test_real_steps_are_published_as_files_and_as_deltas(tmp_path: Path) -> None:
+    record = run(
+        parts=["delta"], warm_steps=1, steps=2, learning_rates=[1e-6], storage_mb_per_s=[2], folder=str(tmp_path)
+    )
+    shares = values(record.samples, "lr 1e-06", "share moved")
+    assert len(shares) == 2
+    assert all(0 < share < 0.5 for share in shares)
+    full, delta = (values(record.samples, f"{side}, lr 1e-06, 2 MB/s", "end to end") for side in ("full file", "delta"))
+    moved = values(record.samples, "full file, lr 1e-06, 2 MB/s", "moved to each")
+    assert all(seconds > 2 * size / 2 for seconds, size in zip(full, moved, strict=True)), "written once and read once"
+    assert len(delta) == 2
+    assert [target.required for target in record.targets if "share" in target.claim] == [False]
+    assert not list(tmp_path.iterdir())

@@ -124,7 +124,7 @@ def _help(workload: Workload) -> str:
 def sections(record: BenchRecord) -> Iterator[RenderableType]:
     """Where, what, and against what."""
     yield _header(record)
-    yield _numbers(record)
+    yield from _numbers(record)
     if record.targets:
         yield _targets(record)
 
@@ -145,15 +145,26 @@ def _header(record: BenchRecord) -> RenderableType:
     return text
 
 
-def _numbers(record: BenchRecord) -> RenderableType:
-    """Median and range of every measure of every variant."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in ("variant", "measure"):
-        table.add_column(title, no_wrap=True)
+def _numbers(record: BenchRecord) -> Iterator[RenderableType]:
+    """Every measure of every variant: with its range in a row of its own, or, where there are many, in a column."""
+    rows = list(_measures(record))
+    if len(rows) > _MOST_ROWS:
+        yield from _wide(rows)
+    elif rows:
+        yield _long(rows)
+
+
+_MOST_ROWS = 60
+_Row = tuple[str, str, list[Sample]]
+
+
+def _long(rows: list[_Row]) -> Table:
+    """Median and range."""
+    table = _table("variant", "measure")
     for title in ("median", "min", "max", "n"):
         table.add_column(title, justify="right")
     shown = ""
-    for variant, measure, samples in _measures(record):
+    for variant, measure, samples in rows:
         values = [sample.value for sample in samples]
         unit = samples[0].unit
         cells = [number(value, unit) for value in (statistics.median(values), min(values), max(values))]
@@ -162,7 +173,32 @@ def _numbers(record: BenchRecord) -> RenderableType:
     return table
 
 
-def _measures(record: BenchRecord) -> Iterator[tuple[str, str, list[Sample]]]:
+def _wide(rows: list[_Row]) -> Iterator[Table]:
+    """Medians; a table for each set of measures. The ranges are in the record."""
+    variants: dict[str, dict[str, str]] = {}
+    for variant, measure, samples in rows:
+        median = statistics.median(sample.value for sample in samples)
+        variants.setdefault(variant, {})[measure] = number(median, samples[0].unit)
+    shapes: dict[tuple[str, ...], list[str]] = {}
+    for variant, cells in variants.items():
+        shapes.setdefault(tuple(cells), []).append(variant)
+    for measures, names in shapes.items():
+        table = _table("median of")
+        for measure in measures:
+            table.add_column(measure, justify="right")
+        for name in names:
+            table.add_row(name, *variants[name].values())
+        yield table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table
+
+
+def _measures(record: BenchRecord) -> Iterator[_Row]:
     groups: dict[str, dict[str, list[Sample]]] = {}
     for sample in record.samples:
         groups.setdefault(sample.variant, {}).setdefault(sample.measure, []).append(sample)

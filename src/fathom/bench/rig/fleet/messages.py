@@ -19,14 +19,14 @@ class RawKind(StrEnum):
     GLOO = "Gloo"
     """One broadcast of `torch.distributed` to all."""
     NIXL = "NIXL"
-    """One write into the registered memory of each, all at once."""
+    """One write into the registered memory of each, all at once. Both ends let the library work."""
     MOONCAKE = "Mooncake"
     """The same by the Mooncake Transfer Engine."""
 
     @property
     def both_ends(self) -> bool:
         """True: receivers take part in a transfer. False: the sender writes into their memory."""
-        return self is RawKind.GLOO
+        return self is not RawKind.MOONCAKE
 
 
 class TensorForm(msgspec.Struct, frozen=True, tag="bench_form.1"):

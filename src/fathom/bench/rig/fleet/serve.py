@@ -31,6 +31,7 @@ from fathom.bench.rig.fleet.messages import (
 )
 from fathom.bench.rig.fleet.pipe import FramePipe
 from fathom.bench.rig.fleet.raw.link import RawReceiver, open_receiver
+from fathom.bench.rig.throttled_files import make_known
 from fathom.core.errors import EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import DiskSource
@@ -109,6 +110,8 @@ class ReceiverServer:
         return Opened(capabilities=self._receiver.capabilities)
 
     def _close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
         self._receiver = None
 
     async def _stage(self, call: StageCall) -> StageReport:
@@ -145,6 +148,7 @@ def main() -> None:
     """Serve until the parent goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    make_known()
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print belongs to the log
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

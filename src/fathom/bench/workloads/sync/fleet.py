@@ -33,8 +33,8 @@ from fathom.bench.workloads.sync.names import (
     host_variant,
     transport_name,
 )
-from fathom.config.families import TransportKind
-from fathom.config.sync import BroadcastConfig, SyncConfig
+from fathom.config.families import FabricKind, TransportKind
+from fathom.config.sync import BroadcastConfig, PeerConfig, SyncConfig
 from fathom.core.errors import EngineError, NoProgressError
 from fathom.core.ids import EngineId
 from fathom.core.records.sampling import InFlightMode
@@ -95,7 +95,7 @@ async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
     """Every transport to every number of receivers at every size."""
     samples: list[Sample] = []
     failures: list[str] = []
-    notes: list[str] = []
+    pairs, notes = _pairs(request.transports)
     crew = _Crew(Path(request.folder), request.nodes[1:])
     try:
         for size_mb in request.sizes_mb:
@@ -110,7 +110,7 @@ async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
             if not request.link:
                 samples += _host(weights, size_mb, request.repeats)
             for count in counts:
-                for transport, raw in _pairs(request.transports):
+                for transport, raw in pairs:
                     case = _Case(request, transport, raw, size_mb, crew.first(count))
                     try:
                         samples += await case.measure(weights)
@@ -123,20 +123,25 @@ async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
     return FleetAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
 
 
-def raw_kinds(transport: TransportKind) -> tuple[RawKind, ...]:
-    """What a transport is compared with: the libraries that are installed."""
-    return tuple(kind for kind in _RAW.get(transport, ()) if available(kind))
-
-
-_RAW: dict[str, tuple[RawKind, ...]] = {
-    "broadcast": (RawKind.GLOO,),
-    "p2p": (RawKind.NIXL, RawKind.MOONCAKE),
+_RAW = {
+    TransportKind.BROADCAST: (RawKind.GLOO,),
+    TransportKind.P2P: (RawKind.NIXL, RawKind.MOONCAKE),
 }
+"""What a transport is compared with: the library below it. Without it, it is not measured."""
+_FABRICS = {RawKind.NIXL: FabricKind.NIXL, RawKind.MOONCAKE: FabricKind.MOONCAKE}
 
 
-def _pairs(transports: Sequence[TransportKind]) -> list[tuple[TransportKind, RawKind | None]]:
-    """Transports beside the library below them; None: there is none."""
-    return [(transport, kind) for transport in transports for kind in raw_kinds(transport) or (None,)]
+def _pairs(transports: Sequence[TransportKind]) -> tuple[list[tuple[TransportKind, RawKind | None]], list[str]]:
+    """Transports beside the library below them (None: there is none), and what was left out."""
+    pairs: list[tuple[TransportKind, RawKind | None]] = []
+    notes: list[str] = []
+    for transport in transports:
+        for kind in _RAW.get(transport, (None,)):
+            if kind is None or available(kind):
+                pairs.append((transport, kind))
+            else:
+                notes.append(f"{transport} by {kind}: left out, it is not installed")
+    return pairs, notes
 
 
 @final
@@ -202,7 +207,7 @@ class _Case:
     async def _open(
         self, weights: dict[str, Tensor]
     ) -> AsyncGenerator[tuple[Publisher, TimedTransport, RawLine | None]]:
-        config = _config(self.transport, len(self.receivers), self.request.nodes[0].host)
+        config = _config(self.transport, self.raw, len(self.receivers), self.request.nodes[0].host)
         forms = forms_of(weights)
         size_bytes = sum(tensor.nbytes for tensor in weights.values())
         async with AsyncExitStack() as stack:
@@ -236,12 +241,13 @@ class _Case:
         return fleet_variant(what, self.size_mb, len(self.receivers), self.request.link)
 
 
-def _config(transport: TransportKind, receivers: int, host: str) -> SyncConfig:
-    """Defaults, but for where the sender is met."""
+def _config(transport: TransportKind, raw: RawKind | None, receivers: int, host: str) -> SyncConfig:
+    """Defaults, but for where the sender is met, and by which library."""
     return SyncConfig(
         transport=transport,
         min_engines=receivers,
         broadcast=BroadcastConfig(host=host) if transport is TransportKind.BROADCAST else None,
+        p2p=PeerConfig(host=host, fabric=_FABRICS[raw]) if transport is TransportKind.P2P and raw else None,
     )
 
 

@@ -12,6 +12,8 @@ MOVED = "moved to each"
 """Bytes that travelled, over the receivers."""
 COPY = "copy"
 """One thread copying the bytes in memory."""
+END_TO_END = "end to end"
+"""All phases together."""
 NETWORK_RECEIVERS = (1, 2)
 """Numbers of receivers over slow links."""
 
@@ -34,6 +36,11 @@ def fleet_variant(what: str, size_mb: int, receivers: int, link: str = "") -> st
 def link_name(mbit_per_s: float) -> str:
     """E.g. `1 Gbit/s`."""
     return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
+
+
+def storage_variant(side: str, lr: float, mb_per_s: float) -> str:
+    """E.g. `delta, lr 1e-06, 200 MB/s`. 0: as fast as memory."""
+    return f"{side}, lr {lr:g}, " + (f"{mb_per_s:g} MB/s" if mb_per_s else "in memory")
 
 
 def has(samples: Sequence[Sample], variant: str) -> bool:

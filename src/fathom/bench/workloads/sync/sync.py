@@ -8,6 +8,7 @@ from pathlib import Path
 from fathom.bench.options import SyncOptions, SyncPart
 from fathom.bench.record import Measured, Sample, Say, Target
 from fathom.bench.rig.stand import tiny_model
+from fathom.bench.workloads.sync.delta import delta_targets, measure_delta
 from fathom.bench.workloads.sync.fleet import FleetAnswer, FleetRequest, one_machine, run_fleet
 from fathom.bench.workloads.sync.network import measure_network
 from fathom.bench.workloads.sync.pause import measure_pause, pause_targets
@@ -34,7 +35,9 @@ def sync(options: SyncOptions, say: Say) -> Measured:
                     targets += pause_targets(taken)
                     answer = FleetAnswer(samples=tuple(taken), failures=(), notes=())
                 case SyncPart.DELTA:
-                    continue
+                    taken = measure_delta(options, model, scratch, say)
+                    targets += delta_targets(options, taken)
+                    answer = FleetAnswer(samples=tuple(taken), failures=(), notes=(_delta_note(options),))
             samples += answer.samples
             failures += answer.failures
             notes += answer.notes
@@ -55,6 +58,15 @@ def _fleet(options: SyncOptions, scratch: Path) -> FleetRequest:
     )
 
 
+def _delta_note(options: SyncOptions) -> str:
+    model = f"model {options.model}" if options.model else f"the demo's tiny model: {_NO_MODEL}"
+    return (
+        f"delta: {model}; GRPO steps on its own answers to small sums, {options.warm_steps} steps to warm the moments; "
+        "storage is simulated: every read and write of one process sleeps its bytes' time"
+    )
+
+
+_NO_MODEL = "no --model was given; fathom models fetch smollm2-135m"
 _NOTES = (
     "digest and write are the trainer's side; transfer, verify and commit that of the slowest receiver; "
     "transfer includes getting ready to send",

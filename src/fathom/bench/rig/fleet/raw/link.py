@@ -77,7 +77,7 @@ def _gloo_sender(buffer: np.ndarray, receivers: int, host: str) -> RawSender:
 def _nixl_sender(buffer: np.ndarray, receivers: int, host: str) -> RawSender:
     from fathom.bench.rig.fleet.raw.nixl import NixlSender
 
-    return NixlSender(buffer)
+    return NixlSender(buffer, host)
 
 
 def _mooncake_sender(buffer: np.ndarray, receivers: int, host: str) -> RawSender:
