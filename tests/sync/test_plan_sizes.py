@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from fathom.sync.plan.layout import EngineLayout, Topology, TrainerLayout
 from fathom.sync.plan.model_size import ModelSize, Served
 from fathom.sync.plan.published import published_rows
 from fathom.sync.plan.traffic import Traffic
+from fathom.sync.transports.p2p.plan import assign
 
 GIB = 1 << 30
 
@@ -94,20 +95,11 @@ def test_folders_that_say_nothing_are_refused(tmp_path: Path, files: dict[str, s
 
 
 def assigned(sources: int, engines: int, ranks: int) -> tuple[int, int]:
-    """(most layouts, most writes of one layout) by the rule itself: 1:1 first, then where the rank is served."""
-    serving: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    turn = 0
-    for index, rank in enumerate(rank for _ in range(engines) for rank in range(ranks)):
-        holders = [(serving[source][rank], source) for source in range(sources) if serving[source][rank]]
-        if index < sources:
-            chosen = index
-        elif holders:
-            chosen = min(holders)[1]
-        else:
-            chosen, turn = turn % sources, turn + 1
-        serving[chosen][rank] += 1
-    layouts = max(sum(1 for count in held.values() if count) for held in serving.values())
-    return layouts, max(count for held in serving.values() for count in held.values())
+    """(most layouts, most writes of one layout) of a source, by the plan that p2p itself follows."""
+    held: dict[int, Counter[int]] = defaultdict(Counter)
+    for (_, rank), source in assign(sources, engines, ranks).items():
+        held[source][rank] += 1
+    return max(map(len, held.values())), max(count for counts in held.values() for count in counts.values())
 
 
 @given(sources=st.integers(1, 24), engines=st.integers(1, 6), ranks=st.integers(1, 12))

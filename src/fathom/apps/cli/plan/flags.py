@@ -75,7 +75,7 @@ EncodeMbps = Annotated[
 ]
 DecodeMbps = Annotated[
     float | None,
-    typer.Option("--decode-mbps", metavar="X", help="megabytes a second one host decodes [default: 2500]"),
+    typer.Option("--decode-mbps", metavar="X", help="megabytes a second one host decodes [default: 1600]"),
 ]
 Live = Annotated[bool, typer.Option("--live", help="engines are written over while they are paused")]
 Check = Annotated[
