@@ -13,6 +13,14 @@ from blake3 import blake3
 
 from fathom.core.errors import ConfigError
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files of a Hugging Face folder that a tokenizer is read from; all but the first may be absent."""
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 

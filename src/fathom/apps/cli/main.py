@@ -18,11 +18,20 @@ from fathom.apps.cli.stock.engines import engines
 from fathom.apps.cli.stock.models import models
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
+from fathom.apps.cli.weights.group import weights
+from fathom.apps.cli.weights.group import weights
 from fathom.core.errors import ConfigError, FathomError
 
 COMMANDS = (train, resume, demo, runs, show, trace, audit, doctor)
 """Commands, in the order of the help."""
-GROUPS: dict[str, typer.Typer] = {"models": models, "engines": engines, "fleet": fleet, "plan": plan, "bench": bench}
+GROUPS: dict[str, typer.Typer] = {
+    "models": models,
+    "engines": engines,
+    "fleet": fleet,
+    "plan": plan,
+    "weights": weights,
+    "bench": bench,
+}
 """Commands with sub-commands of their own."""
 
 BAD_INPUT, FAILED = 2, 1

@@ -14,14 +14,7 @@ from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
 from fathom.ledger.schema import DATABASE
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+from fathom.text.tokenizer import TOKENIZER_FILES
 
 
 @final
@@ -111,6 +104,6 @@ class RunFolder:
     def keep_tokenizer(self, source: Path) -> None:
         """Copy the tokenizer's files from a model folder, so that the run's tokens can be read for ever."""
         self.tokenizer.mkdir(exist_ok=True)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, self.tokenizer / name)
