@@ -146,7 +146,7 @@ def _calls(sampled: Message, answers: Sequence[Message]) -> tuple[ToolCall, ...]
 
 
 def _after(text: str) -> str:
-    before, mark, after = text.rpartition(MARK)
+    _, mark, after = text.rpartition(MARK)
     if not mark:
         raise NotAppendableError("the chat template leaves out earlier answers")
     return after
