@@ -195,6 +195,7 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await self._server.close()
+        self._weights.close()
 
     def _admit(self, request: GenerateRequest) -> None:
         wrong = why_not_generate(request, self._capabilities, self._facts.vocab_size) or why_not_exact(request)

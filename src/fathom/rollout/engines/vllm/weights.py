@@ -9,12 +9,21 @@ from typing import final
 
 from fathom.core.errors import EngineError, EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId, PolicyVersion
-from fathom.core.manifest import BroadcastSource, Manifest, WeightSource
+from fathom.core.manifest import (
+    BroadcastSource,
+    DeltaSource,
+    DiskSource,
+    Manifest,
+    PeerSource,
+    SharedMemorySource,
+    WeightSource,
+)
 from fathom.core.ports.engine import CommitReport, DigestKind, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.vllm.expected import Form, check_fit
 from fathom.rollout.engines.vllm.gate import Gate
 from fathom.rollout.engines.vllm.generation import Generation
+from fathom.rollout.engines.vllm.materialiser import Materialiser
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec
 from fathom.rollout.engines.vllm.wire import StagedFacts, StageOrder
@@ -32,6 +41,7 @@ class Weights:
         self._server = server
         self._gate = gate
         self._expected = expected
+        self._materialiser = Materialiser(spec.engine, spec.log_path.parent)
         self._version: PolicyVersion | None = None
         self._staged: Manifest | None = None
         self._received: StagedFacts | None = None
@@ -67,10 +77,12 @@ class Weights:
         self.require_whole()
         self._staged = self._received = None
         check_fit(manifest, self._expected)
+        started = time.perf_counter()
         async with self._server.boundary("stage", self._spec.weights_timeout_s):
             await self._server.forget()
+            readable, read_bytes = await self._readable(manifest, source)
             await self._until_received()
-            await self._server.stage(_order(self._spec.engine, manifest, source))
+            await self._server.stage(_order(self._spec.engine, manifest, readable))
             received = await self._until_received()
         if received.interrupted:
             raise TransferInterruptedError(self._spec.engine, received.failure)
@@ -79,13 +91,17 @@ class Weights:
             raise PayloadError(f"{manifest.version.name} cannot be received from {source}: {reason}")
         self._staged, self._received = manifest, received
         return StageReport(
-            size_bytes=manifest.size_bytes, moved_bytes=received.moved_bytes, receive_s=received.receive_s
+            size_bytes=manifest.size_bytes,
+            moved_bytes=received.moved_bytes if read_bytes is None else read_bytes,
+            receive_s=time.perf_counter() - started - received.verify_s,
         )
 
     async def verify(self) -> VerifyReport:
         """See `Engine.verify`."""
         manifest, received = self._require_staged()
         wrong = tuple(each.name for each in manifest.tensors if received.checksums[each.name] != each.checksum)
+        if wrong:
+            self._materialiser.forget()
         return VerifyReport(digest=received.digest, kind=DigestKind.RECEIVED, verify_s=received.verify_s, wrong=wrong)
 
     async def commit(
@@ -124,6 +140,21 @@ class Weights:
         async with self._server.boundary("rollback", self._spec.weights_timeout_s):
             await self._server.forget()
         self._staged = self._received = None
+
+    def close(self) -> None:
+        """Remove what was kept here for later versions. Idempotent."""
+        self._materialiser.close()
+
+    async def _readable(self, manifest: Manifest, source: WeightSource) -> tuple[WeightSource, int | None]:
+        """What the worker can read, and the bytes that were read here to make it. None: it reads the source itself."""
+        match source:
+            case SharedMemorySource() | DiskSource() | BroadcastSource():
+                return source, None
+            case DeltaSource():
+                return await self._materialiser.make(manifest, source)
+            case PeerSource():
+                reason = "nothing writes into its memory from outside; set sync.transport = 'broadcast'"
+                raise EngineRefusedError(self._spec.engine, reason)
 
     async def _commit(
         self, version: PolicyVersion, mode: InFlightMode, running: Mapping[str, Generation]

@@ -52,7 +52,7 @@ async def probe(server: VllmServer, engine: EngineId) -> tuple[Facts, Capabiliti
         double_buffered=False,
         receives_into=ReceivesInto.STAGING,
         in_flight=frozenset(InFlightMode),
-        transports=frozenset({"shared", "disk", "broadcast"}),
+        transports=frozenset({"shared", "disk", "broadcast", "delta"}),
         digest=DigestKind.RECEIVED,
         max_context_tokens=facts.max_model_len - 1,  # scoring a sequence samples one token more
     )
