@@ -255,6 +255,16 @@ def test_what_the_trainer_does_alone_does_not_depend_on_receivers() -> None:
     assert [row.predicted_s for row in made] == [1.0, 1.0]
 
 
+def test_receivers_take_turns_in_p2p_and_share_cores_with_the_source_of_a_broadcast() -> None:
+    for transport, expected in (
+        ("p2p by NIXL", [1.0, 2.0, 4.0]),
+        ("broadcast", [1.0, 1.5, 2.5]),
+        ("disk", [1.0, 1.0, 2.0]),
+    ):
+        measured = [replace(taken(1e8, n, "transfer", 1.0), transport=transport) for n in (1, 2, 4)]
+        assert [row.predicted_s for row in forecast(measured, cores=2)] == expected
+
+
 def test_over_a_link_nothing_is_calibrated() -> None:
     link = {"link_bytes_per_s": 1e7}
     relayed = replace(taken(1e8, 2, "transfer", 10.0, **link), transport="broadcast")

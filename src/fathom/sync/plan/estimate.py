@@ -89,7 +89,7 @@ def broadcast(scenario: Scenario) -> Estimate:
     of receivers. A source gathers its next bucket while others send: with one stage nothing hides the gather.
     """
     traffic, fabric = scenario.traffic(), scenario.fabric
-    contention = _contention(scenario)
+    contention = fabric.contention(traffic.receivers + 1) if scenario.topology.one_host else 1.0  # the source works too
     sending_s = traffic.full_bytes / fabric.collective_bytes_per_s * contention
     sending_s += traffic.buckets * traffic.receivers * fabric.chain_s
     gathering_s = traffic.gathered_bytes / fabric.gather_bytes_per_s
@@ -198,6 +198,7 @@ def coding_s(scenario: Scenario) -> float:
 
 
 def _contention(scenario: Scenario) -> float:
+    """Of all receivers at work at once."""
     return scenario.fabric.contention(scenario.topology.engines.gpus) if scenario.topology.one_host else 1.0
 
 

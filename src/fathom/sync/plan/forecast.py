@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-RECEIVERS_PHASES = ("transfer", "verify")
-"""Phases in which every receiver works; the others are the trainer's."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
@@ -47,9 +44,10 @@ class Forecast:
 def forecast(measurements: Sequence[Taken], cores: int) -> list[Forecast]:
     """Predict each measurement, in the order given.
 
-    On one host, each phase of each transport has one rate, taken at the middle size with the fewest receivers. Time is
-    bytes over rate; receivers that outnumber the cores share them. Over links nothing is calibrated: the sender's link
-    passes the version once in a broadcast, and once for each receiver in p2p.
+    On one host, each phase of each transport has one rate, taken at the middle size with the fewest receivers; time is
+    bytes over rate. In p2p the one sender writes to one receiver after the other. Otherwise all work at once, in a
+    broadcast the sender too, and share the cores when they outnumber them. Over links nothing is calibrated: the
+    sender's link passes the version once in a broadcast, and once for each receiver in p2p.
     """
     rates = {key: _calibration(group) for key, group in _grouped(measurements)}
     return [
@@ -75,7 +73,19 @@ def _forecast(taken: Taken, calibration: Taken, cores: int) -> Forecast:
     if taken.link_bytes_per_s is not None and taken.phase == "transfer":
         passes = 1 if taken.transport == "broadcast" else taken.receivers
         return Forecast(taken=taken, predicted_s=passes * taken.size_bytes / taken.link_bytes_per_s, calibrated=False)
-    predicted_s = calibration.seconds * taken.size_bytes / calibration.size_bytes
-    if taken.phase in RECEIVERS_PHASES:
-        predicted_s *= max(1.0, taken.receivers / cores) / max(1.0, calibration.receivers / cores)
-    return Forecast(taken=taken, predicted_s=predicted_s, calibrated=taken is calibration)
+    size = taken.size_bytes / calibration.size_bytes
+    times = _times_longer(taken, cores) / _times_longer(calibration, cores)
+    return Forecast(taken=taken, predicted_s=calibration.seconds * size * times, calibrated=taken is calibration)
+
+
+def _times_longer(taken: Taken, cores: int) -> float:
+    """What the number of receivers does to a phase."""
+    match taken.phase, taken.transport.partition(" ")[0]:
+        case "transfer", "p2p":
+            return taken.receivers
+        case "transfer", "broadcast":
+            return max(1.0, (taken.receivers + 1) / cores)
+        case "transfer" | "verify", _:
+            return max(1.0, taken.receivers / cores)
+        case _:
+            return 1.0

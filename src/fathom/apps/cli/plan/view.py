@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich.console import Group
 from rich.table import Table
@@ -15,6 +16,7 @@ from fathom.sync.plan.forecast import Forecast
 from fathom.sync.plan.layout import Topology
 from fathom.sync.plan.published import FITTED_CHAIN, FITTED_LAYOUT, Checked
 
+_WITHIN = 0.3
 _PHASES = ("gather", "transfer", "verify", "load", "total", "paused", "once", "received")
 
 
@@ -86,13 +88,16 @@ def forecast_view(forecasts: Sequence[Forecast]) -> Group:
             seconds(row.predicted_s),
             error,
         )
-    errors = sorted(abs(row.error) for row in forecasts if not row.calibrated)
     words = "Each phase has one rate, from the row marked calibrated; the rest is predicted. Over links nothing is."
-    if errors:
-        within = sum(1 for error in errors if error <= 0.3)
-        middle = errors[len(errors) // 2]
+    phases: dict[str, list[float]] = {}
+    for row in forecasts:
+        if not row.calibrated:
+            phases.setdefault(row.taken.phase, []).append(abs(row.error))
+    for phase, errors in phases.items():
+        within = sum(1 for error in errors if error <= _WITHIN)
         words += (
-            f" Errors: {middle:.0%} in the median, {errors[-1]:.0%} at worst; {within} of {len(errors)} within 30 %."
+            f"\n{phase}: {median(errors):.0%} off in the median, {max(errors):.0%} at worst; {within} of {len(errors)} "
+            f"within {_WITHIN:.0%}."
         )
     return Group(table, Text(), Text(words))
 
