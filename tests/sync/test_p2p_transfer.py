@@ -267,9 +267,8 @@ def test_strangers_at_the_control_socket_learn_nothing_and_hold_up_nobody():
         assert isinstance(answer, Failed)
         for stranger in (huge, garbage):
             stranger.settimeout(5)
-            with stranger:
-                with suppress(ConnectionResetError):
-                    assert stranger.recv(10) == b""
+            with stranger, suppress(ConnectionResetError):
+                assert stranger.recv(10) == b""
         rank.receive(source, manifest, whole(into), never)
         assert digest(into) == manifest.version.digest
         silent.close()

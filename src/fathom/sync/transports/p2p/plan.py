@@ -78,8 +78,9 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """Cover each wanted slice exactly once by pieces, each within what its source holds; in the order of `wanted`.
 
-    None is larger than `piece_bytes`, unless one element is. A part that `preferred` sources hold comes from one of them, else from any holder. Among the candidates the bytes
-    are balanced: where all hold everything, the loads of two differ by at most one piece.
+    None is larger than `piece_bytes`, unless one element is. A part that `preferred` sources hold comes from one of
+    them, else from any holder. Among the candidates the bytes are balanced: where all hold everything, the loads of two
+    differ by at most one piece.
 
     Raises:
         PayloadError: nobody holds a part. Names tensor and part.
