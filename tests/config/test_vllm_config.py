@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from fathom.config.rollout import EngineConfig
+from fathom.config.run import RunConfig
 
 URL = {"url": "http://127.0.0.1:8000"}
 
@@ -26,3 +27,17 @@ def test_without_a_section_a_server_is_started() -> None:
 def test_what_could_not_be_honoured_is_an_error(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineConfig.model_validate(options)
+
+
+def test_nobody_writes_into_its_memory() -> None:
+    run: dict[str, object] = {
+        "name": "x",
+        "model": {"tiny": "arithmetic"},
+        "task": {"kind": "arithmetic"},
+        "trainer": {"steps": 1},
+    }
+    run["engine"] = {"kind": "vllm"}
+    for transport in ("shared", "disk", "broadcast", "delta"):
+        RunConfig.model_validate(run | {"sync": {"transport": transport}})
+    with pytest.raises(ValidationError, match=r"set sync.transport = 'broadcast'"):
+        RunConfig.model_validate(run | {"sync": {"transport": "p2p"}})

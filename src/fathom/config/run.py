@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker
+from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker, TransportKind
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
@@ -144,6 +144,11 @@ class RunConfig(Section):
             raise ValueError(
                 "sync.p2p.fabric = 'memory' stays within one process, but engines are processes of their own; "
                 "set sync.p2p.fabric = 'nixl'"
+            )
+        if self.sync.transport is TransportKind.P2P and self.engine.kind is EngineKind.VLLM:
+            raise ValueError(
+                "engine.kind = 'vllm' lets nobody write into its memory, as sync.transport = 'p2p' does; set "
+                "sync.transport = 'broadcast', or 'shared' where trainer and engine are on one host"
             )
         if self.sync.min_engines > self.engine.count:
             raise ValueError(

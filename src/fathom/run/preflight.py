@@ -88,7 +88,10 @@ def check_engine(config: RunConfig, able: Capabilities) -> None:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     needs = (
         (config.rollout.in_flight in able.in_flight, f"rollout.in_flight = '{config.rollout.in_flight}'"),
-        (config.sync.transport in able.transports, f"sync.transport = '{config.sync.transport}'"),
+        (
+            config.sync.transport in able.transports,
+            f"sync.transport = '{config.sync.transport}' (it takes {', '.join(sorted(able.transports))})",
+        ),
         (able.barriers or not config.deterministic, "deterministic = true (its capability `barriers`)"),
         (able.pinned_versions or config.evaluation is None, "[evaluation] (its capability `pinned_versions`)"),
         (
