@@ -34,9 +34,10 @@ def test_nobody_writes_into_its_memory() -> None:
         "name": "x",
         "model": {"tiny": "arithmetic"},
         "task": {"kind": "arithmetic"},
-        "trainer": {"steps": 1},
+        "rollout": {"group_size": 2, "max_in_flight": 2, "max_new_tokens": 4, "max_prompt_tokens": 8},
+        "engine": {"kind": "vllm"},
+        "trainer": {"steps": 1, "groups_per_step": 1},
     }
-    run["engine"] = {"kind": "vllm"}
     for transport in ("shared", "disk", "broadcast", "delta"):
         RunConfig.model_validate(run | {"sync": {"transport": transport}})
     with pytest.raises(ValidationError, match=r"set sync.transport = 'broadcast'"):
