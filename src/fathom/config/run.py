@@ -150,6 +150,10 @@ class RunConfig(Section):
                 "engine.kind = 'vllm' lets nobody write into its memory, as sync.transport = 'p2p' does; set "
                 "sync.transport = 'broadcast', or 'shared' where trainer and engine are on one host"
             )
+        window = clock.max_staleness + clock.publish_every
+        if self.sync.chain.keep_steps < window:
+            chain = self.sync.chain.model_copy(update={"keep_steps": window})
+            object.__setattr__(self, "sync", self.sync.model_copy(update={"chain": chain}))
         if self.sync.min_engines > self.engine.count:
             raise ValueError(
                 f"sync.min_engines = {self.sync.min_engines} is more than engine.count = {self.engine.count}; "

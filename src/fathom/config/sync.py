@@ -103,6 +103,15 @@ class SyncConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_chain(self) -> Self:
+        if self.transport is TransportKind.DELTA and self.chain.budget_mb == 0:
+            raise ValueError(
+                "sync.transport = 'delta' travels through the chain of versions, but sync.chain.budget_mb = 0 keeps "
+                "none; raise it, or choose another transport"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_broadcast(self) -> Self:
         if self.transport is not TransportKind.BROADCAST:
             if self.broadcast is not None:

@@ -47,7 +47,7 @@ from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
-from fathom.sync.transports import TRANSPORTS
+from fathom.run.weights.keeping import open_transport
 from fathom.text.characters import save_character_tokenizer
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
@@ -288,7 +288,7 @@ def _fleet(
             raise
         return engine
 
-    transport = TRANSPORTS[config.sync.transport](folder.path, config.sync)
+    transport, keeper = open_transport(folder.path, model_folder, config.sync, recorder)
     return Fleet(
         config.engine.count,
         launch,
@@ -296,6 +296,7 @@ def _fleet(
         config.sync,
         recorder,
         health_s=config.engine.health_timeout_s,
+        keeper=keeper,
         request_s=config.rollout.request_timeout_s,
     )
 

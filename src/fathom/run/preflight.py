@@ -34,6 +34,7 @@ def check_machine(config: RunConfig, weight_bytes: int) -> None:
     for tracker in config.trackers:
         if importlib.util.find_spec(_PACKAGES[tracker]) is None:
             raise MissingDependencyError(f"trackers = ['{tracker}']", _PACKAGES[tracker], tracker.value)
+    _check_store(config.sync.chain.store)
     access_token(config.engine)
     _check_port(config.engine)
     _check_disk(config, weight_bytes)
@@ -133,13 +134,32 @@ def _check_port(engine: EngineConfig) -> None:
             ) from None
 
 
+def _check_store(store: str | None) -> None:
+    """Where the chain of versions goes, if fsspec has to reach it."""
+    scheme, separator, _ = (store or "").partition("://")
+    if not separator:
+        return
+    import fsspec  # only here: it takes its time to load
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"sync.chain.store = {store!r}: {error}; install the fsspec package of that scheme, or name a folder"
+        ) from None
+
+
 def _check_disk(config: RunConfig, weight_bytes: int) -> None:
-    """The checkpoints that are kept, and one more while it is written."""
+    """The checkpoints that are kept, one more while it is written, and the chain of versions."""
     one = weight_bytes + weight_bytes // _SMALLEST_ELEMENT_BYTES * _STATE_BYTES_PER_PARAMETER
     needed = one * (config.checkpoint.keep + 1) + _SPARE_BYTES
+    if config.sync.chain.store is None:
+        versions = config.trainer.steps // config.staleness.publish_every + 1
+        needed += min(config.sync.chain.budget_mb << 20, versions * weight_bytes)
     free = free_bytes(Path(config.runs_dir))
     if free < needed:
         raise ConfigError(
-            f"runs_dir {config.runs_dir!r} has {free / 1e9:.2f} GB free, but checkpoints may need "
-            f"{needed / 1e9:.2f} GB; free some space, lower checkpoint.keep, or set runs_dir to another disk"
+            f"runs_dir {config.runs_dir!r} has {free / 1e9:.2f} GB free, but checkpoints and the chain of "
+            f"versions may need {needed / 1e9:.2f} GB; free some space, lower checkpoint.keep or sync.chain.budget_mb, "
+            "or set runs_dir to another disk"
         )

@@ -28,6 +28,7 @@ from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, ReceivesInto, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
+from fathom.sync.chain.keeper import Keeper
 from fathom.sync.digest import few
 from fathom.sync.listener import Deaf, Listener
 from fathom.sync.phase import Phase, asked_to_stop
@@ -77,9 +78,11 @@ class Publisher:
         faults: Faults = _NO_FAULTS,
         listener: Listener = _DEAF,
         quantiser: Quantiser | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """`faults` reaches `hold` and `offer`, each `.before` and `.after`, and the phases stage, verify, commit and
-        rollback, by engine. `quantiser` codes every version on its way; None: it goes out as the trainer cast it."""
+        rollback, by engine. `quantiser` codes every version on its way; None: it goes out as the trainer cast it.
+        `keeper` gets a copy of every version that is held; None: nobody does."""
         self._engines = {engine.id: engine for engine in engines}
         if len(self._engines) < len(engines):
             raise ValueError(f"two engines have the same name: {[engine.id for engine in engines]}")
@@ -88,6 +91,7 @@ class Publisher:
         self._faults = faults
         self._listener = listener
         self._quantiser = quantiser
+        self._keeper = keeper
         self._fenced: dict[EngineId, str] = {}
         self._by_behaviour: set[EngineId] = set()
         self._overwritten: set[EngineId] = set()
@@ -155,6 +159,8 @@ class Publisher:
             manifest, published = await asyncio.to_thread(described, threads=torch.get_num_threads())
             try:
                 await self._transport.hold(manifest, published)
+                if self._keeper is not None:
+                    await asyncio.to_thread(self._keeper.keep, manifest, published)
                 write_s = time.perf_counter() - started
                 if written is not None:
                     written.set()

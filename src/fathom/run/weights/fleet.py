@@ -16,6 +16,7 @@ from fathom.ledger.events import EngineFenced, EngineJoined, EngineLeft, EngineS
 from fathom.rollout.router.router import Router
 from fathom.run.history.recorder import Recorder
 from fathom.run.weights.member import Launch, Member
+from fathom.sync.chain.keeper import Keeper
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports.transport import Transport
 
@@ -43,14 +44,16 @@ class Fleet:
         health_s: float,
         request_s: float,
         look_s: float = _LOOK_S,
+        keeper: Keeper | None = None,
     ) -> None:
         """`size` engines are started, `engine-0` and so on; each must answer a look within `health_s`. A request waits
-        at most `request_s` for the version it demands."""
+        at most `request_s` for the version it demands. `keeper` gets a copy of every version; None: nobody does."""
         self._first = [EngineId(f"engine-{number}") for number in range(size)]
         self._numbers = count(size)
         self._launch = launch
         self._transport = transport
         self._sync = sync
+        self._keeper = keeper
         self._recorder = recorder
         self._health_s = health_s
         self._look_s = look_s
@@ -72,7 +75,7 @@ class Fleet:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others only ended because of it
         engines = [launched.result() for launched in launches]
-        self._publisher = Publisher(engines, self._transport, self._sync, listener=self)
+        self._publisher = Publisher(engines, self._transport, self._sync, listener=self, keeper=self._keeper)
         for engine in engines:
             self._adopt(self._member(engine), asked=False, seconds=time.monotonic() - began)
 
@@ -166,7 +169,7 @@ class Fleet:
         return await self._let_go(member, within_s, reason)
 
     async def close(self) -> None:
-        """End all engines and remove what was published. Idempotent."""
+        """End all engines, remove what was published, and finish what is kept of it. Idempotent."""
         watches = tuple(self._watches.values())
         for watch in watches:
             watch.cancel()
@@ -178,7 +181,8 @@ class Fleet:
                 await self._publisher.close()
         finally:
             engines = [*self._started, *(member.engine for member in self._members.values())]
-            await asyncio.gather(*(engine.close() for engine in engines))
+            keeping = [] if self._keeper is None else [asyncio.to_thread(self._keeper.close)]
+            await asyncio.gather(*(engine.close() for engine in engines), *keeping)
 
     # One engine -----------------------------------------------------------------------------------------------------
 

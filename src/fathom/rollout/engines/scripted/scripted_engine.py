@@ -377,7 +377,7 @@ def _capabilities(max_context_tokens: int, stop_strings: bool) -> Capabilities:
         double_buffered=True,
         receives_into=ReceivesInto.STAGING,
         in_flight=frozenset(InFlightMode),
-        transports=frozenset({"shared", "disk"}),
+        transports=frozenset({"shared", "disk", "delta"}),
         digest=DigestKind.MEMORY,
         max_context_tokens=max_context_tokens,
         logit_bias=True,
