@@ -246,7 +246,7 @@ class Sick:
         ("stage", "cannot stage"),
         ("memory", "wrong tensors: ['model.norm.weight']"),
         ("commit", "an error of its own kind"),
-        ("hangs", "was not there after 0.2 s"),
+        ("hangs", "not done within 0.2 s"),
     ],
 )
 def test_whatever_fails_the_old_version_serves_on(trainer: ChainTrainer, sick: str, says: str) -> None:

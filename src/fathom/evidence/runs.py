@@ -97,9 +97,14 @@ def find_run(run: str, runs_dir: Path) -> Path:
     raise ConfigError(f"there is no run {run!r} in {runs_dir} (runs there: {known}); give a folder or set --runs-dir")
 
 
+def is_running(path: Path) -> bool:
+    """True while a process runs the run in this folder."""
+    return _is_held(path / "lock")
+
+
 def require_running(path: Path) -> None:
     """Raise ConfigError unless a process runs the run in this folder."""
-    if not _is_held(path / "lock"):
+    if not is_running(path):
         raise ConfigError(f"{path.name} is not running; start it again with: fathom resume {path}")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.core.ids import PolicyVersion
+from fathom.evidence.runs import is_running
 from fathom.evidence.versions import RecordedVersion, recorded_versions
 from fathom.ledger.reader import LedgerReader
 from fathom.run.history.folder import RunFolder
+from fathom.sync.chain.leases import Lease
 from fathom.sync.chain.links import Link
 from fathom.sync.chain.reader import ChainReader
 from fathom.sync.chain.store import Store
@@ -83,7 +86,9 @@ def rebuild(run: Path, number: int, incarnation: int | None, out: Path) -> Polic
     link = reader.find(version.number, version.incarnation)
     _require_recorded(link, recorded[version.order])
     weights = blank(link.manifest)
-    reader.materialise(version, weights, None)
+    # Without a process that drops versions nothing has to be held, and the store need not be written to.
+    with Lease(store, version) if is_running(run) else nullcontext():
+        reader.materialise(version, weights, None)
     write_version(model_files(store), version, weights, out)
     return version
 

@@ -14,7 +14,7 @@ from typing import final
 
 import msgspec
 
-from fathom.core.errors import ConfigError, DeliveryError, EngineTimeoutError, FathomError, PayloadError
+from fathom.core.errors import ConfigError, DeliveryError, FathomError, PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import DeltaSource
 from fathom.core.ports.engine import ReceivesInto
@@ -29,6 +29,8 @@ from fathom.sync.receiver import Receiver
 
 _RETRY_S = 10.0
 """How soon a pull that failed is tried again, at the earliest."""
+_LEASE_S = 10.0
+"""Deadline for giving a lease up."""
 
 News = Callable[[FollowerReport], None]
 """Told when what a follower serves, or what keeps it from it, has changed."""
@@ -92,16 +94,23 @@ class Follower:
 
     async def pull(self) -> FollowerReport:
         """Serve the newest version, if there is a newer one; returns how it stands. Never raises for what fails."""
+        deadline = asyncio.timeout(self._timeout_s)
         try:
-            newest = await asyncio.to_thread(self._reader.newest)
-            self._note(wanted=newest.version if newest else None)
-            if newest is not None and newest.version != self.report.version:
-                await self._take(newest)
+            async with deadline:
+                newest = await asyncio.to_thread(self._reader.newest)
+                self._note(wanted=newest.version if newest else None)
+                if newest is not None and newest.version != self.report.version:
+                    await self._take(newest)
             self._note(error="")
         except FathomError as error:
             self._note(error=str(error))
         except Exception as error:  # noqa: BLE001 - the boundary: an engine that is not ours raises what it likes
             self._note(error=f"{type(error).__name__}: {error}")
+            if deadline.expired():
+                self._note(
+                    error=f"it was not done within {self._timeout_s:g} s; look at {self._store.url} and the engine"
+                )
+                self._reader = ChainReader(self._store)  # a thread may still use the other one
         await self._tell()
         return self.report
 
@@ -111,24 +120,19 @@ class Follower:
         source = DeltaSource(store=self._store.url, version=link.version)
         lease = await asyncio.to_thread(Lease, self._store, link.version)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                staged = await self._receiver.stage(link.manifest, source)
-                found = await self._receiver.verify()
-                if found.digest != link.version.digest:
-                    raise PayloadError(
-                        f"{link.version.name} arrived with the digest {found.digest}, not {link.version.digest}; "
-                        f"wrong tensors: {few(found.wrong)}"
-                    )
-                await self._receiver.commit(link.version, self._in_flight)
-        except BaseException as error:
+            staged = await self._receiver.stage(link.manifest, source)
+            found = await self._receiver.verify()
+            if found.digest != link.version.digest:
+                raise PayloadError(
+                    f"{link.version.name} arrived with the digest {found.digest}, not {link.version.digest}; "
+                    f"wrong tensors: {few(found.wrong)}"
+                )
+            await self._receiver.commit(link.version, self._in_flight)
+        except BaseException:
             await self._roll_back()
-            if isinstance(error, TimeoutError):
-                reason = f"{link.version.name} was not there after {self._timeout_s:g} s; it is tried again"
-                raise EngineTimeoutError(self._receiver.id, reason) from error
             raise
         finally:
-            with suppress(DeliveryError):  # it expires by itself
-                await asyncio.to_thread(lease.close)
+            await self._give_up(lease)
         self._note(
             version=link.version,
             proven=found.kind,
@@ -142,16 +146,24 @@ class Follower:
             async with asyncio.timeout(self._timeout_s):
                 await self._receiver.rollback()
 
+    async def _give_up(self, lease: Lease) -> None:
+        with suppress(DeliveryError, TimeoutError):  # it expires by itself
+            async with asyncio.timeout(_LEASE_S):
+                await asyncio.to_thread(lease.close)
+
     async def _tell(self) -> None:
         """Write the report where it says something new, or was last written a while ago."""
         last = self._written
         if last is not None and _said(last) == _said(self.report) and self.report.at_s - last.at_s < BEAT_S:
             return
         try:
-            await asyncio.to_thread(put_report, self._store, self.report)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.to_thread(put_report, self._store, self.report)
             self._written = self.report
         except DeliveryError as error:
             self._note(error=str(error))
+        except TimeoutError:
+            self._note(error=f"{self._store.url} did not take its report within {self._timeout_s:g} s; look at it")
 
     def _note(self, **changes: object) -> None:
         self.report = msgspec.structs.replace(self.report, at_s=time.time(), **changes)
