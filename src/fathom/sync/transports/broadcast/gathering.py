@@ -139,7 +139,7 @@ class GatheredSource:
             for rank in senders:
                 self._ask(rank, self._numbers[bucket.start])
             for cut in cuts[0]:
-                cut.place(slot)[...] = self._mine[cut.shard_key][cut.in_shard]
+                cut.place(slot)[...] = cut.taken_from(self._mine)
             for rank in senders:
                 self._receive(rank, cuts[rank], slot)
         except RuntimeError as error:
@@ -200,7 +200,7 @@ def serve_shards(
                 return
             first = 0
             for cut in holding.cuts(buckets[number]):
-                part = words[cut.shard_key][cut.in_shard]
+                part = cut.taken_from(words)
                 message[first : first + cut.size_bytes].view(part.dtype)[:] = part.reshape(-1)
                 first += cut.size_bytes
             ranks.send([torch.from_numpy(message[:first])], 0, tag).wait()
@@ -221,14 +221,6 @@ class _Cut:
     item_bytes: int
 
     @property
-    def shard_key(self) -> tuple[str, Box]:
-        return self.share.name, self.share.shard
-
-    @property
-    def in_shard(self) -> tuple[slice, ...]:
-        return self.box.within(self.share.shard).slices
-
-    @property
     def size_bytes(self) -> int:
         return self.box.elements * self.item_bytes
 
@@ -236,7 +228,11 @@ class _Cut:
         """Its elements in the bucket's memory, in the shape of `box`."""
         span_bytes = self.span.elements * self.item_bytes
         words = bucket[self.first : self.first + span_bytes].numpy().view(_WORDS[self.item_bytes])
-        return words.reshape(self.span.shape)[self.box.within(self.span).slices]
+        return _part(words.reshape(self.span.shape), self.box, self.span)
+
+    def taken_from(self, shards: Mapping[tuple[str, Box], Words]) -> Words:
+        """Its elements in the rank's memory."""
+        return _part(shards[self.share.name, self.share.shard], self.box, self.share.shard)
 
 
 @final
@@ -262,6 +258,11 @@ class _Holding:
                 if (box := share.box.intersect(span)) is not None:
                     yield _Cut(share=share, box=box, span=span, first=first, item_bytes=item_bytes)
             first += span.elements * item_bytes
+
+
+def _part(words: Words, box: Box, outer: Box) -> Words:
+    """A view, of a scalar too."""
+    return words[(..., *box.within(outer).slices)]
 
 
 def _words(tensors: Mapping[Shard, Tensor]) -> dict[tuple[str, Box], Words]:
