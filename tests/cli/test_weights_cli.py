@@ -25,6 +25,7 @@ from fathom.ledger.reader import LedgerReader
 from fathom.model.language_model import LanguageModel
 from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
+from fathom.run.history.folder import RunFolder
 from fathom.sync.chain.store import Store
 from fathom.sync.digest import digest
 from fathom.sync.follow.version_folder import version_in
@@ -156,6 +157,17 @@ def test_what_is_not_there_or_was_undone_is_refused_and_what_is_is_named(
 ) -> None:
     assert says in refusal(runs_dir / RUN, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_that_goes_on_a_version_is_held_while_it_is_read(run: Path, tmp_path: Path) -> None:
+    folder = RunFolder(run)
+    folder.lock()
+    try:
+        assert call(run, "--version", 2, "--out", tmp_path / "out").exit_code == 0
+    finally:
+        folder.unlock()
+    assert (run / "chain" / "leases").is_dir(), "there was one"
+    assert not Store.of_run(run, None).list("leases")
 
 
 @pytest.mark.parametrize(

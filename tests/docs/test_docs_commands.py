@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from fathom.apps.cli.main import app
+from fathom.apps.cli.weights.group import RunFirst
 from fathom.bench.workloads import WORKLOADS
 from fathom.config.load import option_names
 
@@ -29,6 +30,7 @@ def find(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
     """The command that `words` call, and what it is given."""
     command, rest = get_command(app), words[1:]
     while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
+        rest = command.spelled_out(rest) if isinstance(command, RunFirst) else rest
         assert rest[0] in command.commands, f"{' '.join(words)}: there is no command {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
     assert isinstance(command, TyperCommand | TyperGroup)
@@ -39,7 +41,7 @@ def check(words: list[str]) -> None:
     command, rest = find(words)
     flags = {spelling: option for option in command.params for spelling in option.opts if spelling.startswith("--")}
     for word in rest:
-        if word.startswith("-"):
+        if word.startswith("-") and not word[1:].isdigit():
             assert word in flags or word == "--help", f"{' '.join(words)}: there is no option {word}"
         if override := OVERRIDE.fullmatch(word):
             name = override[1]

@@ -14,17 +14,21 @@ _MEANT = "show"
 
 
 @final
-class _RunFirst(TyperGroup):
+class RunFirst(TyperGroup):
     """`fathom weights RUN` is `fathom weights show RUN`. A run called like a command is given by its folder."""
 
+    def spelled_out(self, args: list[str]) -> list[str]:
+        """The arguments, with the command in front where none is named."""
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return args if named else [_MEANT, *args]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer's own copy of click has no public name
-        """Put the command in front where none is named."""
-        named = not args or args[0] in self.commands or args[0] in ctx.help_option_names
-        return super().parse_args(ctx, args if named else [_MEANT, *args])
+        """See `spelled_out`."""
+        return super().parse_args(ctx, self.spelled_out(args))
 
 
 weights = typer.Typer(
-    cls=_RunFirst,
+    cls=RunFirst,
     no_args_is_help=True,
     help="Versions that a run's chain holds: list them, rebuild one, follow them. `fathom weights RUN` lists.",
 )
