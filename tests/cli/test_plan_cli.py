@@ -78,6 +78,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         (("--model", "nowhere"), "no model folder"),
         (("nowhere.toml",), "no config file"),
         (("--measured", "nowhere.json"), "cannot be read as a record"),
+        (("--check", "--params", "1e9"), "stand alone"),
+        (("--check", "--measured", "nowhere.json"), "stand alone"),
     ],
 )
 def test_absurd_input_is_refused_with_the_fix(arguments: tuple[str, ...], message: str) -> None:

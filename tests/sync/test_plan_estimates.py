@@ -215,7 +215,10 @@ def test_the_faster_transport_is_the_right_one_in_every_row() -> None:
         (Question(params=1e9, density=1.5), "--density 0 to 1"),
         (Question(params=1e9, delta_ratio=0), "--delta-ratio"),
         (Question(params=1e9, encode_mbps=0), "--encode-mbps 500"),
-        (Question(params=1e9, gpus_per_node=0), "--gpus-per-node"),
+        (Question(params=1e9, gpus_per_node=4), "says nothing about one host"),
+        (Question(params=1e9, trainer_nodes=1, engine_nodes=1, gpus_per_node=0), "at least 1"),
+        (Question(params=1e9, learning_rate=1e-6, density=0.1), "said twice"),
+        (Question(params=1e9, weight_std=0.1, delta_ratio=0.1), "said twice"),
     ],
 )
 def test_absurd_questions_are_refused_with_the_fix(question: Question, message: str) -> None:

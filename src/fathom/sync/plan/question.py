@@ -28,6 +28,7 @@ from fathom.sync.plan.published import PublishedRow, published_rows
 
 LEARNING_RATE = 1e-6
 """Unless told otherwise."""
+_GPUS_PER_NODE = 8
 _TINY_PARAMS = {"arithmetic": 600_000, "moe": 3_500_000}
 """About what a tiny model has."""
 
@@ -73,8 +74,8 @@ class Question:
     """Nodes of the engines."""
     engine: Split = Split()
     """How each engine is split."""
-    gpus_per_node: int = 8
-    """GPUs of a node."""
+    gpus_per_node: int | None = None
+    """GPUs of a node. None: 8."""
     fabric: str | None = None
     """A name from `FABRICS`. None: loopback on one host, infiniband-h100 otherwise."""
     link_gbps: float | None = None
@@ -83,8 +84,8 @@ class Question:
     """Megabytes a second of the storage."""
     learning_rate: float | None = None
     """Of the optimizer; fixes the density."""
-    weight_std: float = WEIGHT_STD
-    """Standard deviation of the weights."""
+    weight_std: float | None = None
+    """Standard deviation of the weights. None: 0.02."""
     density: float | None = None
     """Share of elements that change in a step, instead of the learning rate."""
     delta_ratio: float | None = None
@@ -154,31 +155,36 @@ def _model(question: Question, run: RunConfig | None, row: PublishedRow | None) 
 
 
 def _topology(question: Question, run: RunConfig | None, row: PublishedRow | None) -> Topology:
-    placed = (question.trainer_nodes, question.engines, question.engine_nodes)
+    placed = (question.trainer_nodes, question.engines, question.engine_nodes, question.gpus_per_node)
     said = any(count is not None for count in placed) or question.trainer.given or question.engine.given
     if said and (row is not None or run is not None):
         raise ConfigError(
             "ranks and nodes are said twice: a run's config and --published have their own; leave out --trainer-..., "
-            "--engine-... and --engines, or give --model instead"
+            "--engine-..., --engines and --gpus-per-node, or give --model instead"
         )
     if row is not None:
         return row.topology
     if run is not None:
         return _run_topology(run)
     if question.engine_nodes is None and question.trainer_nodes is None:
+        if question.gpus_per_node is not None:
+            raise ConfigError(
+                "--gpus-per-node says nothing about one host; give --trainer-nodes and --engine-nodes too"
+            )
         return _one_host(question)
     if question.engines is not None:
         raise ConfigError("--engines counts engines on the trainer's own host; with nodes, give --engine-nodes only")
     if question.engine_nodes is None or question.trainer_nodes is None:
         missing = "--engine-nodes" if question.engine_nodes is None else "--trainer-nodes"
         raise ConfigError(f"how many nodes on the other side? Give {missing} too, or neither for one host")
-    if min(question.engine_nodes, question.trainer_nodes, question.gpus_per_node) < 1:
-        raise ConfigError("numbers of nodes and of GPUs on each are at least 1")
+    per_node = _GPUS_PER_NODE if question.gpus_per_node is None else question.gpus_per_node
+    if min(question.engine_nodes, question.trainer_nodes, per_node) < 1:
+        raise ConfigError("--trainer-nodes, --engine-nodes and --gpus-per-node are at least 1")
     return Topology(
-        trainer=_trainer(question.trainer, question.trainer_nodes * question.gpus_per_node),
-        engines=_engines(question.engine, question.engine_nodes * question.gpus_per_node),
+        trainer=_trainer(question.trainer, question.trainer_nodes * per_node),
+        engines=_engines(question.engine, question.engine_nodes * per_node),
         one_host=False,
-        gpus_per_node=question.gpus_per_node,
+        gpus_per_node=per_node,
     )
 
 
@@ -190,7 +196,6 @@ def _one_host(question: Question) -> Topology:
         trainer=_trainer(split, gpus),
         engines=_engines(engine, engines * (engine.tp or 1)),
         one_host=True,
-        gpus_per_node=question.gpus_per_node,
     )
 
 
@@ -229,16 +234,8 @@ def _delta(question: Question, run: RunConfig | None, served: Served) -> DeltaRa
     for name, value in (("--encode-mbps", question.encode_mbps), ("--decode-mbps", question.decode_mbps)):
         if value is not None and not 1e-3 <= value <= 1e8:
             raise ConfigError(f"{name} {value:g}? Give megabytes a second, e.g. {name} 500")
-    ratio = question.delta_ratio
-    if ratio is None:
-        changed = question.density
-        if changed is None:
-            default = LEARNING_RATE if run is None else run.trainer.optimizer.lr
-            rate = default if question.learning_rate is None else question.learning_rate
-            changed = density(rate, served, question.weight_std)
-        ratio = delta_ratio(changed, served)
     return DeltaRates(
-        ratio=ratio,
+        ratio=_ratio(question, run, served),
         encode_bytes_per_s=ENCODE_BYTES_PER_S if question.encode_mbps is None else question.encode_mbps * 1e6,
         decode_bytes_per_s=DECODE_BYTES_PER_S if question.decode_mbps is None else question.decode_mbps * 1e6,
     )
@@ -270,6 +267,21 @@ def _run_served(config: RunConfig) -> Served:
 def _run_receives_into(config: RunConfig) -> ReceivesInto:
     """Where its engines are written to: the embedded and the scripted one have a second weight set."""
     return ReceivesInto.LIVE if config.engine.kind is EngineKind.VLLM else ReceivesInto.STAGING
+
+
+def _ratio(question: Question, run: RunConfig | None, served: Served) -> float:
+    """What was said, or what follows from it: from a density, or from learning rate and weights."""
+    by_rate = question.learning_rate is not None or question.weight_std is not None
+    if sum((by_rate, question.density is not None, question.delta_ratio is not None)) > 1:
+        raise ConfigError("what changes is said twice; give one of --delta-ratio, --density, or --lr with --weight-std")
+    if question.delta_ratio is not None:
+        return question.delta_ratio
+    if question.density is not None:
+        return delta_ratio(question.density, served)
+    default = LEARNING_RATE if run is None else run.trainer.optimizer.lr
+    rate = default if question.learning_rate is None else question.learning_rate
+    std = WEIGHT_STD if question.weight_std is None else question.weight_std
+    return delta_ratio(density(rate, served, std), served)
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -42,7 +42,7 @@ EngineDp = Annotated[
     int | None,
     typer.Option("--engine-dp", metavar="N", help="copies it keeps of all but the experts (attention data parallel)"),
 ]
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="GPUs of a node")]
+GpusPerNode = Annotated[int | None, typer.Option("--gpus-per-node", metavar="N", help="GPUs of a node [default: 8]")]
 FabricName = Annotated[
     str | None,
     typer.Option(
@@ -62,7 +62,9 @@ StorageMbps = Annotated[
 LearningRate = Annotated[
     float | None, typer.Option("--lr", metavar="X", help="learning rate: fixes how much changes [default: 1e-6]")
 ]
-WeightStd = Annotated[float, typer.Option("--weight-std", metavar="X", help="standard deviation of the weights")]
+WeightStd = Annotated[
+    float | None, typer.Option("--weight-std", metavar="X", help="standard deviation of the weights [default: 0.02]")
+]
 Density = Annotated[
     float | None, typer.Option("--density", metavar="X", help="share of elements that a step changes, instead of --lr")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import typer
@@ -12,6 +13,7 @@ from fathom.apps.cli.arguments import AsJson
 from fathom.apps.cli.plan import flags
 from fathom.apps.cli.plan.view import advice_view, check_view, forecast_view
 from fathom.config.load import load_config
+from fathom.core.errors import ConfigError
 from fathom.sync.plan.advice import advise
 from fathom.sync.plan.picture import draw_pictures
 from fathom.sync.plan.published import check
@@ -43,12 +45,12 @@ def sync(
     engine_tp: flags.EngineTp = None,
     engine_ep: flags.EngineEp = None,
     engine_dp: flags.EngineDp = None,
-    gpus_per_node: flags.GpusPerNode = 8,
+    gpus_per_node: flags.GpusPerNode = None,
     fabric: flags.FabricName = None,
     link_gbps: flags.LinkGbps = None,
     storage_mbps: flags.StorageMbps = None,
     lr: flags.LearningRate = None,
-    weight_std: flags.WeightStd = 0.02,
+    weight_std: flags.WeightStd = None,
     density: flags.Density = None,
     delta_ratio: flags.DeltaRatio = None,
     encode_mbps: flags.EncodeMbps = None,
@@ -60,14 +62,6 @@ def sync(
     as_json: AsJson = False,
 ) -> None:
     """Say which transport to use and why, with an estimate for each phase of each."""
-    if check_published:
-        checked = check()
-        return _show(as_json, checked, lambda: check_view(checked))
-    if measured is not None:
-        from fathom.bench.forecast import forecast_of
-
-        forecasts = forecast_of(measured)
-        return _show(as_json, forecasts, lambda: forecast_view(forecasts))
     question = Question(
         model=model,
         params=params,
@@ -89,12 +83,29 @@ def sync(
         decode_mbps=decode_mbps,
         live=live,
     )
+    if check_published or measured is not None:
+        asked = question != Question() or any(said is not None for said in (file, published, pictures))
+        if asked or (check_published and measured is not None):
+            raise ConfigError("--check and --measured stand alone; leave out what else was given")
+        return _show_check(as_json) if measured is None else _show_forecast(as_json, measured)
     run = None if file is None else load_config(file, overrides or [])
     scenario = scenario_of(question, run, published)
     advice = advise(scenario)
     _show(as_json, advice, lambda: advice_view(scenario, advice))
     for drawn in [] if pictures is None else draw_pictures(pictures, scenario):
         typer.echo(drawn, err=True)
+
+
+def _show_check(as_json: bool) -> None:
+    checked = check()
+    _show(as_json, checked, lambda: check_view(checked))
+
+
+def _show_forecast(as_json: bool, record: Path) -> None:
+    from fathom.bench.forecast import forecast_of
+
+    forecasts = forecast_of(record)
+    _show(as_json, forecasts, lambda: forecast_view(forecasts))
 
 
 def _show(as_json: bool, answer: object, view: Callable[[], Group]) -> None:
