@@ -25,10 +25,12 @@ from fathom.sync.chain.links import Encoding
 BLOCK_ELEMENTS = 1 << 20
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_INDEX_BELOW = 0.2
-"""Share of changed elements below which naming them is smaller than all of them XORed."""
-_FULL_ABOVE = 0.4
+_INDEX_BELOW = 0.25
+"""Share of changed elements below which naming them is smaller than all of them XORed, and not slower."""
+_FULL_ABOVE = 0.5
 """Share of changed highest bytes above which the new ones compress better than their XOR."""
+_FULL_BYTES_ABOVE = 0.97
+"""The same for elements of one byte, which are near each other long after nearly all have changed."""
 _COUNT = struct.Struct("<I")
 _RAW = 1 << 31
 """Set in the length of a plane that is not compressed."""
@@ -67,7 +69,8 @@ def choose(old: np.ndarray, new: np.ndarray, changed: int) -> Encoding:
         return Encoding.INDEX
     shift = new.dtype.type(8 * (new.dtype.itemsize - 1))
     highest = sum(int(np.count_nonzero((o ^ n) >> shift)) for o, n in _blocks(old, new))
-    return Encoding.FULL if highest > _FULL_ABOVE * len(new) else Encoding.XOR
+    above = _FULL_BYTES_ABOVE if new.dtype.itemsize == 1 else _FULL_ABOVE
+    return Encoding.FULL if highest > above * len(new) else Encoding.XOR
 
 
 @final
@@ -101,12 +104,11 @@ class Encoder:
         return _COUNT.pack(len(positions)) + self._packed(gaps) + self._packed((steps << steps.dtype.type(1)) ^ signs)
 
     def _packed(self, values: np.ndarray) -> bytes:
-        width = values.dtype.itemsize
+        kind = values.dtype.type
         planes = -(-int(values.max(initial=0)).bit_length() // 8)
-        columns = values.view(np.uint8).reshape(-1, width)
         parts = [bytes([planes])]
         for plane in range(planes):
-            raw = columns[:, plane].tobytes() if width > 1 else values.tobytes()
+            raw = (values >> kind(8 * plane)).astype(np.uint8).tobytes()
             squeezed = self._squeezed(raw)
             parts += [_COUNT.pack(len(raw) | _RAW), raw] if squeezed is None else [_COUNT.pack(len(squeezed)), squeezed]
         return b"".join(parts)
@@ -162,10 +164,11 @@ class Decoder:
         planes = source.take(1)[0]
         if planes > width:
             raise CodecError("an element has more bytes than its type")
-        columns = np.zeros((count, width), np.uint8)
+        kind = _UNSIGNED[width]
+        values = np.zeros(count, kind)
         for plane in range(planes):
-            columns[:, plane] = np.frombuffer(self._plane(source, count), np.uint8)
-        return columns.reshape(-1).view(_UNSIGNED[width])
+            values |= np.frombuffer(self._plane(source, count), np.uint8).astype(kind) << kind(8 * plane)
+        return values
 
     def _plane(self, source: Bytes, count: int) -> bytes | memoryview:
         length = _COUNT.unpack(source.take(_COUNT.size))[0]

@@ -61,9 +61,9 @@ class Store:
         Raises:
             DeliveryError: the medium failed. What `chunks` itself raises goes through.
         """
-        source = _Source(chunks)
+        source, name = _Source(chunks), _checked(name)
         try:
-            self._medium.put(_checked(name), source)
+            self._medium.put(name, source)
         except Exception as error:  # the boundary: every backend raises its own types
             if source.failed:
                 raise
@@ -97,8 +97,9 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Remove an object, if it is there. Raises `DeliveryError` when the medium failed."""
+        name = _checked(name)
         try:
-            self._medium.delete(_checked(name))
+            self._medium.delete(name)
         except Exception as error:  # the boundary, as above
             raise DeliveryError(
                 f"cannot remove {name} from {self.url} ({type(error).__name__}: {error}); look at that medium"
@@ -112,8 +113,9 @@ class Store:
             raise DeliveryError(f"cannot tidy {self.url} ({type(error).__name__}: {error})") from error
 
     def _read(self, name: str, start: int, stop: int | None) -> bytes:
+        name = _checked(name)
         try:
-            return self._medium.read(_checked(name), start, stop)
+            return self._medium.read(name, start, stop)
         except FileNotFoundError as error:
             raise PayloadError(f"{name} is missing in {self.url}") from error
         except Exception as error:  # the boundary, as above
