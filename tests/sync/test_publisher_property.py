@@ -255,9 +255,10 @@ def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", list(TransportKind))
 def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced_at_length(kind):
-    exercise(kind, 20 * EXAMPLES.get(kind, DEFAULT_EXAMPLES))
+    exercise(kind, 10 * EXAMPLES.get(kind, DEFAULT_EXAMPLES))
 
 
 @settings(max_examples=60, deadline=None)

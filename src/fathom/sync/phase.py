@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from fathom.core.errors import EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId
@@ -13,6 +13,9 @@ from fathom.core.ports.faults import Faults
 from fathom.sync.receiver import Receiver
 
 T = TypeVar("T")
+
+_left: set[asyncio.Task[Any]] = set()
+"""Calls that nobody waits for and that have not ended: the event loop itself would forget them."""
 
 
 @final
@@ -72,6 +75,7 @@ class Phase(Generic[T]):
             self._sort(engine.id, work, time.perf_counter() - started)
         else:
             work.cancel()
+            _left.add(work)
             self.failed[engine.id] = f"{self._name} did not end within {self._timeout_s:g} s"
 
     def _sort(self, engine: EngineId, work: asyncio.Task[T], seconds: float) -> None:
@@ -104,5 +108,6 @@ def asked_to_stop() -> bool:
 
 def _heard(late: asyncio.Task[T]) -> None:
     """Look at what a call ended with, so that nothing complains that nobody did when it ended too late."""
+    _left.discard(late)
     if not late.cancelled():
         late.exception()

@@ -95,6 +95,7 @@ class Publisher:
         self._fenced: dict[EngineId, str] = {}
         self._by_behaviour: set[EngineId] = set()
         self._overwritten: set[EngineId] = set()
+        self._heard_of: set[EngineId] = set()  # those that the listener believes to serve, or to be about to
         self._delivered: _Held | None = None
         self._turn = asyncio.Lock()
 
@@ -117,9 +118,10 @@ class Publisher:
         """Send an engine no requests until it is restored. One that left is not heard of again."""
         if engine not in self._engines:
             return
-        news = engine not in self._fenced
-        if news or self._fenced[engine] == _RESTORING:
+        news = engine not in self._fenced or engine in self._heard_of
+        if engine not in self._fenced or self._fenced[engine] == _RESTORING:
             self._fenced[engine] = reason
+        self._heard_of.discard(engine)
         if news:
             self._listener.fenced(engine, reason)
 
@@ -299,6 +301,7 @@ class Publisher:
         async def switch(engine: Receiver) -> CommitReport:
             probe = held.probe if engine.id in self._by_behaviour else None
             if probe is not None:
+                self._heard_of.add(engine.id)
                 self._listener.doubts(engine.id)
             report = await engine.commit(held.version, held.mode)
             if report.version != held.version:
@@ -308,6 +311,7 @@ class Publisher:
             if asked_to_stop() or self._fenced.get(engine.id, _RESTORING) != _RESTORING:
                 raise EngineError(engine.id, f"it committed {held.version.name} when nobody waited for it any more")
             self._overwritten.discard(engine.id)
+            self._heard_of.add(engine.id)
             self._listener.serves(engine.id, report.version)
             return report
 
