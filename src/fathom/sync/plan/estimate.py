@@ -56,15 +56,12 @@ class Estimate:
     """Digests of trainer and engines."""
     load_s: float
     """Laying tensors out as engines hold them: converting, encoding, decoding."""
+    total_s: float
+    """From the trainer's new weights until all engines serve them: all of the above but the setup."""
     pause_s: float
     """Of the total: how long generation stands still."""
     moved_bytes: float
     """Bytes that engines receive, all together."""
-
-    @property
-    def total_s(self) -> float:
-        """From the trainer's new weights until all engines serve them."""
-        return self.gather_s + self.transfer_s + (self.verify_s or 0.0) + self.load_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +222,7 @@ def _estimate(
     """Add the digests, which are the same for all, and the pause, which the engine decides."""
     verify_s = _verify_s(scenario, scenario.traffic())
     live = scenario.receives_into is ReceivesInto.LIVE
-    at_work_s = gather_s + transfer_s + load_s + (verify_s or 0.0)
+    total_s = gather_s + transfer_s + (verify_s or 0.0) + load_s
     return Estimate(
         transport=transport,
         gather_s=gather_s,
@@ -233,6 +230,7 @@ def _estimate(
         transfer_s=transfer_s,
         verify_s=verify_s,
         load_s=load_s,
-        pause_s=at_work_s if live else scenario.fabric.swap_s,
+        total_s=total_s,
+        pause_s=total_s if live else scenario.fabric.swap_s,
         moved_bytes=moved_bytes,
     )

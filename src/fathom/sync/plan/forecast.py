@@ -32,13 +32,10 @@ class Forecast:
     """What was measured."""
     predicted_s: float
     """What was to be expected."""
+    error: float
+    """Predicted over measured, minus 1."""
     calibrated: bool
     """The phase's rate was taken from this measurement: its error is 0 and says nothing."""
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, minus 1."""
-        return self.predicted_s / self.taken.seconds - 1
 
 
 def forecast(measurements: Sequence[Taken], cores: int) -> list[Forecast]:
@@ -70,12 +67,24 @@ def _calibration(group: Sequence[Taken]) -> Taken:
 
 
 def _forecast(taken: Taken, calibration: Taken, cores: int) -> Forecast:
-    if taken.link_bytes_per_s is not None and taken.phase == "transfer":
-        passes = 1 if taken.transport == "broadcast" else taken.receivers
-        return Forecast(taken=taken, predicted_s=passes * taken.size_bytes / taken.link_bytes_per_s, calibrated=False)
+    over_link = taken.link_bytes_per_s is not None and taken.phase == "transfer"
+    predicted_s = _over_link_s(taken) if over_link else _scaled_s(taken, calibration, cores)
+    return Forecast(
+        taken=taken,
+        predicted_s=predicted_s,
+        error=predicted_s / taken.seconds - 1,
+        calibrated=taken is calibration and not over_link,
+    )
+
+
+def _over_link_s(taken: Taken) -> float:
+    passes = 1 if taken.transport == "broadcast" else taken.receivers
+    return passes * taken.size_bytes / (taken.link_bytes_per_s or float("inf"))
+
+
+def _scaled_s(taken: Taken, calibration: Taken, cores: int) -> float:
     size = taken.size_bytes / calibration.size_bytes
-    times = _times_longer(taken, cores) / _times_longer(calibration, cores)
-    return Forecast(taken=taken, predicted_s=calibration.seconds * size * times, calibrated=taken is calibration)
+    return calibration.seconds * size * _times_longer(taken, cores) / _times_longer(calibration, cores)
 
 
 def _times_longer(taken: Taken, cores: int) -> float:

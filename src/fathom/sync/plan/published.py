@@ -73,16 +73,13 @@ class Checked:
     """What was measured."""
     predicted_s: float
     """What the formulas say."""
+    error: float
+    """Predicted over published, minus 1."""
     fitted: bool
     """A constant was fitted to this figure: its error says nothing."""
     alone: float | None
     """What the transport's constant would be, had it been fitted to this figure alone, in the constant's unit. None: no
     value reproduces it."""
-
-    @property
-    def error(self) -> float:
-        """Predicted over published, minus 1."""
-        return self.predicted_s / self.published_s - 1
 
 
 @cache
@@ -131,12 +128,14 @@ def predict_s(row: PublishedRow, fabric: Fabric, transport: str) -> float:
 
 
 def _checked(row: PublishedRow, fabric: Fabric, transport: str, published_s: float, fitted: bool) -> Checked:
+    predicted_s = predict_s(row, fabric, transport)
     return Checked(
         model=row.model.name,
         nodes=row.nodes,
         transport=transport,
         published_s=published_s,
-        predicted_s=predict_s(row, fabric, transport),
+        predicted_s=predicted_s,
+        error=predicted_s / published_s - 1,
         fitted=fitted,
         alone=_alone(row, fabric, transport),
     )

@@ -88,7 +88,7 @@ def forecast_view(forecasts: Sequence[Forecast]) -> Group:
             seconds(row.predicted_s),
             error,
         )
-    words = "Each phase has one rate, from the row marked calibrated; the rest is predicted. Over links nothing is."
+    words = "Each phase has one rate, from the row marked calibrated; the rest is predicted; over links everything."
     phases: dict[str, list[float]] = {}
     for row in forecasts:
         if not row.calibrated:
