@@ -267,7 +267,7 @@ def test_a_second_process_follows_into_a_folder_until_it_is_asked_to_end(tmp_pat
     assert (listed["report"]["name"], listed["report"]["following"], listed["behind"]) == ("puller", False, 1)
     assert listed["report"]["version"]["digest"] == versions[-1].digest
     assert "ended" in call("followers", tmp_path / "chain").output
-    assert {path.name for path in served_at.iterdir()} == {"current", "v2@1", "v3@1"}
+    assert {path.name for path in served_at.iterdir()} == {".lock", "current", "v2@1", "v3@1"}
 
 
 def test_an_engine_that_runs_elsewhere_is_given_the_newest_version(

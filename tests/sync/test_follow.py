@@ -46,7 +46,7 @@ class World:
         return asyncio.run(self.follower.pull())
 
     def folders(self) -> set[str]:
-        return {path.name for path in self.root.iterdir()}
+        return {path.name for path in self.root.iterdir() if path.name != ".lock"}
 
     def serves(self, version: PolicyVersion) -> None:
         """The folder behind `current` is whole, and is that version to the bit."""
@@ -117,6 +117,20 @@ def test_a_damaged_version_leaves_the_old_one_serving_and_is_reported(trainer: C
     world.serves(bad)
 
 
+def test_a_lost_link_never_takes_a_follower_back(trainer: ChainTrainer, world: World) -> None:
+    trainer.publish(0)
+    version = trainer.publish(1)
+    world.pull()
+    link = Path(trainer.store.url) / LinkName.of(version, anchor=False).link
+    link.write_bytes(link.read_bytes()[:-1])
+    report = world.pull()
+    assert "v1@1 serves, and the newest" in report.error
+    assert report.version == version
+    world.serves(version)
+    newer = trainer.publish(2)
+    assert world.pull().version == newer
+
+
 def test_a_folder_in_the_way_leaves_the_old_one_serving(trainer: ChainTrainer, world: World) -> None:
     old = trainer.publish(0)
     world.pull()
@@ -136,7 +150,13 @@ def test_a_folder_in_the_way_leaves_the_old_one_serving(trainer: ChainTrainer, w
 def test_a_follower_that_starts_again_goes_on_from_its_folder(trainer: ChainTrainer, world: World) -> None:
     version = trainer.publish(0)
     world.pull()
+    with pytest.raises(ConfigError, match="another process follows"):
+        World(trainer, world.root)
+    world.receiver.close()
+    (world.root / ".unfinished-v1@1-killed").mkdir()
+    (world.root / ".current-killed").symlink_to("v1@1")
     again = World(trainer, world.root)
+    assert again.folders() == {"v0@1", "current"}
     before = os.stat(world.root / "v0@1" / "model.safetensors").st_mtime_ns
     report = again.pull()
     assert (report.version, report.moved_bytes, report.proven) == (version, 0, None)
@@ -153,6 +173,7 @@ def test_versions_of_another_run_are_not_mixed_in(trainer: ChainTrainer, world: 
     other = ChainTrainer(tmp_path / "other", Store.open(tmp_path / "other-chain"))
     other.weights["model.norm.weight"].mul_(2)
     other.publish(0)
+    world.receiver.close()
     mixed = World(other, world.root)
     assert "is of another run" in mixed.pull().error
     mixed.receiver.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import secrets
 import shutil
@@ -17,11 +18,12 @@ from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import Capabilities, CommitReport, ScoreRequest, ScoreResult, StageReport, VerifyReport
 from fathom.core.records.sampling import InFlightMode
-from fathom.sync.follow.version_folder import blank, version_in, write_version
+from fathom.sync.follow.version_folder import UNFINISHED, blank, version_in, write_version
 from fathom.sync.memory_receiver import MemoryReceiver
 
 CURRENT = "current"
 """Name of the link to the version that serves."""
+_LOCK = ".lock"
 
 
 @final
@@ -29,15 +31,19 @@ class FolderReceiver:
     """See `Receiver`. A commit writes `root/<version>`, proves it, and turns `root/current` to it in one step.
 
     Two copies of the weights are in memory, so that only what changed has to be read. Whoever reads `current` resolves
-    it once and has a whole version: the last `keep` stay.
+    it once and has a whole version: the last `keep` stay. One process at a time has the folder.
     """
 
     def __init__(self, name: EngineId, root: Path, files: Mapping[str, bytes], keep: int = 2) -> None:
-        """`files` are the model's, see `model_files`. Raises `ConfigError` when `root` holds something in the way."""
-        if root.exists() and not root.is_dir():
-            raise ConfigError(f"{root} is no folder; name one that is, or that does not exist")
+        """Take the folder and remove what a killed process left half-done. `files` are the model's: `model_files`.
+
+        Raises:
+            ConfigError: it cannot be had, another process has it, or `current` is something else.
+        """
         if (root / CURRENT).exists() and not (root / CURRENT).is_symlink():
             raise ConfigError(f"{root / CURRENT} is not a link that a follower made; name another folder")
+        self._lock: int | None = _locked(root)
+        _remove_unfinished(root)
         self._root = root
         self._files = files
         self._keep = keep
@@ -82,7 +88,7 @@ class FolderReceiver:
         try:
             await asyncio.to_thread(self._switch, version, self._memory.weights)
         except BaseException:
-            self.close()  # what is in memory does not serve: begin again from an anchor
+            self._forget()  # what is in memory does not serve: begin again from an anchor
             raise
         return report
 
@@ -95,7 +101,13 @@ class FolderReceiver:
         return await self._memory.score(request)
 
     def close(self) -> None:
-        """Let go of the memory; the folders stay. Idempotent."""
+        """Let go of memory and folder; the versions stay. Idempotent."""
+        self._forget()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _forget(self) -> None:
         self._memory.close()
         self._memory, self._form = MemoryReceiver(self.id, {}), []
 
@@ -113,14 +125,37 @@ class FolderReceiver:
         try:
             link.symlink_to(version.name)
             os.replace(link, self._root / CURRENT)
-            self._remove_old(version)
         except OSError as error:
             link.unlink(missing_ok=True)
             raise DeliveryError(f"cannot turn {self._root / CURRENT} to {version.name}: {error}") from error
+        self._remove_old(version)
 
     def _remove_old(self, serving: PolicyVersion) -> None:
         """Folders that are not ours are left alone."""
         held = {path: version for path in self._root.glob("v*@*") if (version := version_in(path)) is not None}
         others = sorted((path for path in held if held[path] != serving), key=lambda path: held[path].order)
         for path in others[: max(0, len(others) - (self._keep - 1))]:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # tried again after the next version
+
+
+def _locked(root: Path) -> int:
+    """A descriptor that holds `root` for this process; the kernel lets go when the process ends, however it ends."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be written ({error}); name another folder") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"another process follows a chain into {root}; end it, or name another folder") from None
+    return handle
+
+
+def _remove_unfinished(root: Path) -> None:
+    for path in (*root.glob(f"{UNFINISHED}v*"), *root.glob(f".{CURRENT}-*")):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)

@@ -99,7 +99,7 @@ class Follower:
             async with deadline:
                 newest = await asyncio.to_thread(self._reader.newest)
                 self._note(wanted=newest.version if newest else None)
-                if newest is not None and newest.version != self.report.version:
+                if newest is not None and self._is_due(newest.version):
                     await self._take(newest)
             self._note(error="")
         except FathomError as error:
@@ -113,6 +113,16 @@ class Follower:
                 self._reader = ChainReader(self._store)  # a thread may still use the other one
         await self._tell()
         return self.report
+
+    def _is_due(self, newest: PolicyVersion) -> bool:
+        """Another one, and not older. Raises `PayloadError` when it is older: links are missing or damaged."""
+        serving = self.report.version
+        if serving is not None and newest.order < serving.order:
+            raise PayloadError(
+                f"{serving.name} serves, and the newest in {self._store.url} is {newest.name}: newer links are missing "
+                "or damaged, or it is the chain of another run"
+            )
+        return newest != serving
 
     async def _take(self, link: Link) -> None:
         """From what serves to `link`. Raises whatever goes wrong, after a rollback."""

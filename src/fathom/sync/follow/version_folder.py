@@ -21,6 +21,8 @@ from fathom.sync.follow.model_files import CONFIG_FILE
 
 VERSION_FILE = "fathom_version.json"
 """In each folder: which version it holds."""
+UNFINISHED = ".unfinished-"
+"""How a folder's name begins until it is whole."""
 
 
 def blank(manifest: Manifest) -> dict[str, Tensor]:
@@ -59,7 +61,7 @@ def write_version(
     """
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{folder} exists and is not overwritten; name another folder")
-    unfinished = folder.with_name(f".unfinished-{folder.name}-{secrets.token_hex(4)}")
+    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
         write_model(files[CONFIG_FILE], weights, unfinished)
