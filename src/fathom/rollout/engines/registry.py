@@ -13,7 +13,6 @@ from fathom.rollout.engines.embedded.client import EmbeddedEngine
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.scripted.script import ToyPolicy
 from fathom.rollout.engines.scripted.scripted_engine import ScriptedEngine
-from fathom.rollout.engines.vllm.client import VllmEngine
 from fathom.rollout.engines.vllm.spec import vllm_spec
 from fathom.text.tokenizer import Tokenizer
 
@@ -38,6 +37,8 @@ async def _launch_scripted(spec: EmbeddedSpec) -> Engine:
 
 
 def _vllm(config: EngineConfig) -> Launcher:
+    from fathom.rollout.engines.vllm.client import VllmEngine  # only here: it makes versions of deltas, with torch
+
     async def launch(spec: EmbeddedSpec) -> Engine:
         return await VllmEngine.launch(vllm_spec(spec, config))
 
