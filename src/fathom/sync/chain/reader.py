@@ -38,6 +38,7 @@ class ChainReader:
         self._store = store
         self._links: dict[LinkName, tuple[str, Link]] = {}
         self._decoder = Decoder()
+        self._fetched_bytes = 0
 
     def links(self) -> tuple[Link, ...]:
         """Every link that is whole now, oldest version first. A version may have two: its delta, then its anchor.
@@ -108,6 +109,7 @@ class ChainReader:
             PayloadError: it does not fit `into`, is not in the chain, or a tensor cannot be rebuilt; names the tensor
                 and the object. `into` may hold anything.
         """
+        self._fetched_bytes = 0
         links = self._quick(version, held)
         if links is None:
             links = self.path_to(version, held.version if held else None)
@@ -122,7 +124,7 @@ class ChainReader:
                 f"{version.name} cannot be rebuilt from {self._store.url}: tensor {_first(wrong)}; wrong are "
                 f"{few(list(wrong))}"
             )
-        return attempt.read_bytes
+        return self._fetched_bytes + attempt.read_bytes
 
     def _rebuild(
         self, version: PolicyVersion, tried: Sequence[Link], attempt: _Attempt, wrong: dict[str, str]
@@ -147,7 +149,7 @@ class ChainReader:
             return ()
         name = LinkName.of(version, anchor=False)
         try:
-            link = unseal(name, self._store.get(name.link))
+            link = self._fetch(name)
         except PayloadError:
             return None
         return (link,) if link.version == version and link.parent == held.version else None
@@ -175,6 +177,11 @@ class ChainReader:
                 yield path
             version = delta.parent
 
+    def _fetch(self, name: LinkName) -> Link:
+        content = self._store.get(name.link)
+        self._fetched_bytes += len(content)
+        return unseal(name, content)
+
     def _stamps(self) -> dict[LinkName, str]:
         found: dict[LinkName, str] = {}
         for object_name, stat in self._store.list("links").items():
@@ -197,7 +204,7 @@ class ChainReader:
         stamp, link = self._links.get(name, ("", None))
         if link is None or stamp != stamps[name]:
             try:
-                link = unseal(name, self._store.get(name.link))
+                link = self._fetch(name)
             except PayloadError as error:
                 reasons.append(str(error))
                 return None
