@@ -31,6 +31,8 @@ EXTRAS = {
     "reasoning-gym": ("reasoning_gym",),
     "parquet": ("pyarrow",),
     "gguf": ("gguf", "accelerate"),
+    "nixl": ("nixl_cu12",),
+    "mooncake": ("mooncake",),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from fathom.bench.options import SyncOptions
 from fathom.bench.record import BenchRecord, read_record, values
 from fathom.bench.workloads.sync.names import (
@@ -45,10 +43,7 @@ def forecast_of(path: Path) -> list[Forecast]:
 
 
 def _read(path: Path) -> BenchRecord:
-    try:
-        record = read_record(path)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a record of a bench ({error}); give bench/sync-....json") from None
+    record = read_record(path)
     if record.workload != "sync":
         raise ConfigError(f"{path} is a record of 'fathom bench {record.workload}'; give one of 'fathom bench sync'")
     return record
@@ -62,7 +57,7 @@ def _taken(record: BenchRecord) -> Iterator[Taken]:
     for transport in _NAMES:
         for size_mb, count, mbit_per_s in places:
             variant = fleet_variant(transport, size_mb, count, "" if mbit_per_s is None else link_name(mbit_per_s))
-            for phase in _PHASES:
+            for phase in _PHASES if mbit_per_s is None else (TRANSFER,):
                 measured = values(record.samples, variant, phase)
                 if measured:
                     yield Taken(

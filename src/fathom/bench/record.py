@@ -18,6 +18,7 @@ import msgspec
 
 import fathom
 from fathom.config.section import Section
+from fathom.core.errors import ConfigError
 
 _LIBRARIES = ("fathom-rl", "torch", "transformers", "numpy", "tokenizers", "safetensors", "msgspec")
 _GIT_S = 10.0
@@ -158,8 +159,11 @@ def file_record(record: BenchRecord, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> BenchRecord:
-    """Read what `file_record` wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=BenchRecord)
+    """Read what `file_record` wrote. Raises ConfigError when it is not there, or something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BenchRecord)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} is no record of a bench: {error}; they are filed in the folder of --out") from error
 
 
 def values(samples: Sequence[Sample], variant: str, measure: str) -> list[float]:

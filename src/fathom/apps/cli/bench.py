@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fathom.apps.cli.arguments import AsJson
-from fathom.bench.record import BenchRecord, Sample, file_record
+from fathom.bench.record import BenchRecord, Sample, file_record, read_record
 from fathom.bench.workloads import WORKLOADS, Workload, run_workload
 from fathom.config.load import apply_override
+from fathom.core.errors import ConfigError
 
 DEFAULT_OUT = Path("bench")
 
@@ -28,6 +29,10 @@ TrlPython = Annotated[str | None, typer.Option("--trl-python", metavar="PATH", h
 Vllm = Annotated[str | None, typer.Option("--vllm", metavar="DIR", help="an environment that has vLLM")]
 InstallTrl = Annotated[
     Path | None, typer.Option("--install-trl", metavar="DIR", help="make such an environment, then end")
+]
+Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE.png", help="also draw it (extra: plot)")]
+Recorded = Annotated[
+    Path | None, typer.Option("--record", metavar="FILE.json", help="show this record instead of measuring")
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="where records are filed")]
 
@@ -60,9 +65,33 @@ def ledger(overrides: Overrides = None, out: Out = DEFAULT_OUT, as_json: AsJson 
     _measure("ledger", overrides, {}, out, as_json)
 
 
-def sync(overrides: Overrides = None, model: Model = None, out: Out = DEFAULT_OUT, as_json: AsJson = False) -> None:
+def sync(
+    overrides: Overrides = None,
+    model: Model = None,
+    picture: Picture = None,
+    record: Recorded = None,
+    out: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
+) -> None:
     """See `WORKLOADS`."""
-    _measure("sync", overrides, {"model": model}, out, as_json)
+    if record is None:
+        _measure("sync", overrides, {"model": model}, out, as_json, _drawn(picture))
+    elif overrides or model:
+        raise ConfigError("--record shows what was measured; give no options of a measurement with it")
+    else:
+        measured = read_record(record)
+        _drawn(picture)(measured)
+        _show(measured, record, as_json)
+
+
+def _drawn(picture: Path | None) -> Callable[[BenchRecord], None]:
+    """Draws a record into that file. None: draws nothing. Raises ConfigError at once when nothing can be drawn here."""
+    if picture is None:
+        return lambda record: None
+    from fathom.bench.workloads.sync.picture import draw, require_matplotlib
+
+    require_matplotlib()
+    return lambda record: draw(record, picture)
 
 
 def train(
@@ -93,7 +122,14 @@ COMMANDS: dict[str, Callable[..., None]] = {
 """One per workload."""
 
 
-def _measure(name: str, overrides: list[str] | None, flags: dict[str, str | None], out: Path, as_json: bool) -> None:
+def _measure(
+    name: str,
+    overrides: list[str] | None,
+    flags: dict[str, str | None],
+    out: Path,
+    as_json: bool,
+    also: Callable[[BenchRecord], None] = lambda record: None,
+) -> None:
     """Run a workload, file and show its record. Exit code 1 when a required target was missed."""
     values: dict[str, Any] = {flag: value for flag, value in flags.items() if value is not None}
     for override in overrides or []:
@@ -101,15 +137,26 @@ def _measure(name: str, overrides: list[str] | None, flags: dict[str, str | None
     progress = Console(stderr=True)
     record = run_workload(name, values, lambda line: progress.print(line, style="dim", highlight=False))
     path = file_record(record, out)
+    also(record)
+    _show(record, path, as_json)
+    raise typer.Exit(1 if record.failed else 0)
+
+
+def _show(record: BenchRecord, path: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(path.read_text(encoding="utf-8"))
-    else:
-        console = Console()
-        for section in sections(record):
-            console.print(section)
-            console.print()
-        console.print(f"record: {path}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1 if record.failed else 0)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PAPER
+    for section in sections(record):
+        console.print(section)
+        console.print()
+    console.print(f"record: {path}", highlight=False, soft_wrap=True)
+
+
+_PAPER = 140
+"""Columns where the output is no terminal's."""
 
 
 def _help(workload: Workload) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,15 @@ from fathom.bench.rig.fleet.receiver_process import ReceiverProcess
 from fathom.bench.rig.fleet.timed_transport import TimedTransport
 from fathom.bench.rig.real_steps import Step, answers, cold_step, warm_steps
 from fathom.bench.rig.throttled_files import make_known, throttled_url
+from fathom.bench.workloads.sync.crossover import (
+    DELTA,
+    FULL,
+    crossover_mb_per_s,
+    measured_s,
+    measured_speeds,
+    rate_variant,
+    storage_variant,
+)
 from fathom.bench.workloads.sync.fleet import MB, publication_samples
 from fathom.bench.workloads.sync.names import (
     COMMIT,
@@ -27,7 +37,6 @@ from fathom.bench.workloads.sync.names import (
     MOVED,
     TRANSFER,
     VERIFY,
-    storage_variant,
 )
 from fathom.config.families import TransportKind
 from fathom.config.sync import ChainConfig, SyncConfig
@@ -39,70 +48,66 @@ from fathom.sync.digest import byte_view
 from fathom.sync.publisher import Publisher
 from fathom.sync.transports import TRANSPORTS
 
-DELTA, FULL = "delta", "full file"
 ELEMENTS, ELEMENTS_COLD, SHARE, ANCHOR = "changed elements", "changed elements, cold Adam", "share moved", "anchor"
 CROSSOVER = "crossover"
 _MEMORY = Path("/dev/shm")
 _MOST_MOVED = 0.1
-_AS_FAST = 1.0
 _SLOW_MB_PER_S = 200.0
 
 
 def measure_delta(options: SyncOptions, model: Path, scratch: Path, say: Say) -> list[Sample]:
-    """Real steps at each learning rate, each published as a full file and as a delta, at each speed of storage."""
+    """Real steps at each learning rate, each published as a full file and as a delta, at each speed of storage.
+
+    At the last learning rate also at half and at twice the speed at which they should take the same time.
+    """
     batches = answers(model, scratch, options.dtype, options.warm_steps + options.steps)
     say(f"delta: {len(batches)} batches of answers")
     samples: list[Sample] = []
+
+    def publish(steps: Sequence[Step], lr: float, mb_per_s: float) -> None:
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else scratch) as folder:
+            samples.extend(asyncio.run(_publish(steps, lr, mb_per_s, Path(folder), scratch)))
+
     for lr in options.learning_rates:
-        steps = warm_steps(model, options.dtype, lr, batches, options.warm_steps)
-        cold = cold_step(model, options.dtype, lr, batches)
         variant = rate_variant(lr)
+        steps = warm_steps(model, options.dtype, lr, batches, options.warm_steps)
+        say(f"delta: {variant}: {len(batches)} steps")
         samples += _shares(variant, ELEMENTS, [_changed(step) for step in steps])
-        samples += _shares(variant, ELEMENTS_COLD, [_changed(cold)])
+        samples += _shares(variant, ELEMENTS_COLD, [_changed(cold_step(model, options.dtype, lr, batches))])
         for mb_per_s in (0.0, *options.storage_mb_per_s):
-            with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else scratch) as folder:
-                samples += asyncio.run(_publish(steps, lr, mb_per_s, Path(folder), scratch))
+            publish(steps, lr, mb_per_s)
         samples += _shares(variant, SHARE, _moved_shares(samples, lr, steps))
         crossover = crossover_mb_per_s(samples, lr)
         if crossover is not None:
             samples.append(Sample(variant=variant, measure=CROSSOVER, unit="MB/s", repeat=0, value=crossover))
-        say(
-            f"delta: {variant}: {values(samples, variant, SHARE)[-1]:.1%} of the bytes; crossover {crossover or 'none'}"
-        )
+            for mb_per_s in _around(crossover) if lr == options.learning_rates[-1] else ():
+                publish(steps, lr, mb_per_s)
+        share = median(samples, variant, SHARE)
+        say(f"delta: {variant}: {share:.1%} of the bytes; crossover: {_speed(crossover)}")
     return samples
 
 
 def delta_targets(options: SyncOptions, samples: Sequence[Sample]) -> Iterator[Target]:
-    """How much travels, and whether that is faster over slow storage."""
+    """How much travels, whether that is faster over slow storage, and whether the crossover is where it should be."""
     for lr in options.learning_rates:
-        shares = values(samples, rate_variant(lr), SHARE)
-        claim = f"{rate_variant(lr)}: share of the bytes that travels, largest of {len(shares)} steps"
+        variant, crossover = rate_variant(lr), crossover_mb_per_s(samples, lr)
+        shares = values(samples, variant, SHARE)
+        claim = f"{variant}: share of the bytes that travels, largest of {len(shares)} steps"
         yield Target(claim=claim, measured=max(shares), limit=_MOST_MOVED, at_most=True, required=False)
-        for mb_per_s in options.storage_mb_per_s:
-            if mb_per_s <= _SLOW_MB_PER_S:
-                full, delta = (
-                    median(samples, storage_variant(side, lr, mb_per_s), END_TO_END) for side in (FULL, DELTA)
-                )
-                claim = f"{rate_variant(lr)}: end to end at {mb_per_s:g} MB/s, times as fast as the full file"
-                yield Target(claim=claim, measured=full / delta, limit=_AS_FAST, at_most=False, required=False)
+        for mb_per_s in measured_speeds(samples, lr):
+            full, delta = (statistics.median(measured_s(samples, side, lr, mb_per_s)) for side in (FULL, DELTA))
+            slow = mb_per_s <= _SLOW_MB_PER_S or crossover is None or mb_per_s < crossover
+            claim = f"{variant}: delta at {mb_per_s:g} MB/s, times as fast as the full file"
+            yield Target(claim=claim, measured=full / delta, limit=1.0, at_most=not slow, required=False)
 
 
-def rate_variant(lr: float) -> str:
-    """E.g. `lr 1e-06`."""
-    return f"lr {lr:g}"
+def _around(crossover: float) -> tuple[float, float]:
+    """Half and twice, to two figures."""
+    return float(f"{crossover / 2:.2g}"), float(f"{crossover * 2:.2g}")
 
 
-def crossover_mb_per_s(samples: Sequence[Sample], lr: float) -> float | None:
-    """The speed of storage at which both take the same time; below it, the delta is faster.
-
-    Each byte is written once and read once. None: the delta is faster at any speed.
-    """
-    seconds, moved = (
-        {side: median(samples, storage_variant(side, lr, 0), measure) for side in (FULL, DELTA)}
-        for measure in (END_TO_END, MOVED)
-    )
-    extra_s = seconds[DELTA] - seconds[FULL]
-    return 2 * (moved[FULL] - moved[DELTA]) / extra_s if extra_s > 0 else None
+def _speed(mb_per_s: float | None) -> str:
+    return "none, the delta is faster at any speed" if mb_per_s is None else f"{mb_per_s:.0f} MB/s"
 
 
 @dataclass(frozen=True, slots=True)

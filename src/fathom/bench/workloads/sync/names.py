@@ -38,11 +38,6 @@ def link_name(mbit_per_s: float) -> str:
     return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
 
 
-def storage_variant(side: str, lr: float, mb_per_s: float) -> str:
-    """E.g. `delta, lr 1e-06, 200 MB/s`. 0: as fast as memory."""
-    return f"{side}, lr {lr:g}, " + (f"{mb_per_s:g} MB/s" if mb_per_s else "in memory")
-
-
 def has(samples: Sequence[Sample], variant: str) -> bool:
     """Whether anything of this variant was measured."""
     return any(sample.variant == variant for sample in samples)

@@ -1,0 +1,161 @@
+"""The crossover pictures of a record: transfers over size, and deltas against full files over the speed of storage."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fathom.bench.options import SyncOptions
+from fathom.bench.record import BenchRecord, Sample, values
+from fathom.bench.workloads.sync.crossover import (
+    DELTA,
+    FULL,
+    crossover_mb_per_s,
+    measured_s,
+    measured_speeds,
+    predicted_s,
+    was_measured,
+)
+from fathom.bench.workloads.sync.names import TRANSFER, fleet_variant
+from fathom.core.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import RcKeyType
+
+_BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _GREY = "#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#8b6c42", "#a0aec0"
+_LINES = {
+    "shared": (_BLUE, "-", "o"),
+    "disk": (_BROWN, "-", "s"),
+    "broadcast": (_ORANGE, "-", "^"),
+    "raw Gloo": (_ORANGE, ":", ""),
+    "p2p by NIXL": (_GREEN, "-", "D"),
+    "raw NIXL": (_GREEN, ":", ""),
+    "p2p by Mooncake": (_PURPLE, "-", "v"),
+    "raw Mooncake": (_PURPLE, ":", ""),
+    "delta": ("#1a202c", "-", "P"),
+}
+"""What is drawn over size: color, line and mark. Dotted: the bare library."""
+_SLOWEST, _FASTEST, _POINTS = 10.0, 10_000.0, 60
+_STYLE: dict[RcKeyType, int | bool | str] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#4a5568",
+    "axes.grid": True,
+    "grid.color": "#e2e8f0",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def require_matplotlib() -> None:
+    """Raise MissingDependencyError when nothing can be drawn here."""
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("--picture", "matplotlib", "plot")
+
+
+def draw(record: BenchRecord, file: Path) -> None:
+    """Write what the record of a `sync` bench shows to an image `file` (.png, .svg, .pdf).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: the record is of another workload, holds nothing that is drawn, or the file cannot be written.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _panels(record)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6 * len(panels) + 0.4, 4.4), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axes)
+        figure.suptitle(f"{record.id}: {record.machine.processor}, {record.machine.cores} cores", x=0.01, ha="left")
+        try:
+            figure.savefig(file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the picture cannot be written to {file}: {error}") from None
+
+
+def _panels(record: BenchRecord) -> list[Callable[[Axes], None]]:
+    """One for the fewest and one for the most receivers, and one for deltas, where they were measured."""
+    if record.workload != "sync":
+        raise ConfigError(f"{record.id} is of the workload {record.workload!r}; a picture is drawn of `sync` only")
+    options = SyncOptions.model_validate(msgspec.json.decode(record.options), strict=False)
+    counts = sorted({min(options.receivers), max(options.receivers)})
+    panels: list[Callable[[Axes], None]] = [
+        lambda axes, count=count: _sizes(axes, record.samples, options.sizes_mb, count)
+        for count in counts
+        if any(_points(record.samples, what, options.sizes_mb, count) for what in _LINES)
+    ]
+    rates = [lr for lr in options.learning_rates if was_measured(record.samples, lr)]
+    if rates:
+        panels.append(lambda axes: _storage(axes, record.samples, rates[-1]))
+    if not panels:
+        raise ConfigError(f"{record.id} holds neither transfers to receivers nor deltas; measure parts fleet or delta")
+    return panels
+
+
+def _points(samples: Sequence[Sample], what: str, sizes_mb: Sequence[int], count: int) -> list[tuple[int, float]]:
+    """(size, median seconds) where it was measured."""
+    found = [(size, values(samples, fleet_variant(what, size, count), TRANSFER)) for size in sorted(sizes_mb)]
+    return [(size, statistics.median(seconds)) for size, seconds in found if seconds]
+
+
+def _sizes(axes: Axes, samples: Sequence[Sample], sizes_mb: Sequence[int], count: int) -> None:
+    axes.set_title(f"transfer to {count} receiver{'s' if count > 1 else ''}, one machine")
+    for what, (color, line, mark) in _LINES.items():
+        points = _points(samples, what, sizes_mb, count)
+        if points:
+            sizes, seconds = zip(*points, strict=True)
+            axes.plot(sizes, seconds, color=color, linestyle=line, marker=mark, markersize=4, linewidth=1.4, label=what)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(sizes_mb), [str(size) for size in sorted(sizes_mb)])
+    axes.minorticks_off()
+    axes.set_xlabel("MB of a version")
+    axes.set_ylabel("seconds until the slowest has it")
+    axes.legend(loc="upper left", ncols=2)
+
+
+def _storage(axes: Axes, samples: Sequence[Sample], lr: float) -> None:
+    axes.set_title(f"digest to commit over storage, learning rate {lr:g}")
+    step = (_FASTEST / _SLOWEST) ** (1 / (_POINTS - 1))
+    speeds = [_SLOWEST * step**index for index in range(_POINTS)]
+    for side, color, mark in ((FULL, _BROWN, "s"), (DELTA, "#1a202c", "P")):
+        curve = [predicted_s(samples, side, lr, speed) for speed in speeds]
+        axes.plot(speeds, curve, color=color, linewidth=1.4, label=f"{side}, predicted")
+        timed = [
+            (speed, second) for speed in measured_speeds(samples, lr) for second in measured_s(samples, side, lr, speed)
+        ]
+        if timed:
+            axes.plot(
+                *zip(*timed, strict=True), color=color, linestyle="", marker=mark, markersize=5, label=f"{side}, timed"
+            )
+    crossover = crossover_mb_per_s(samples, lr)
+    if crossover is not None and _SLOWEST < crossover < _FASTEST:
+        axes.axvline(crossover, color=_GREY, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"{crossover:.0f} MB/s",
+            (crossover, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color="#4a5568",
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("MB/s of the storage (simulated)")
+    axes.set_ylabel("seconds, end to end")
+    axes.legend(loc="upper right")
