@@ -49,5 +49,5 @@ def test_records_of_something_else_are_refused_with_the_fix(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="measure them with"):
         forecast_of(filed(tmp_path, []))
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read as a record"):
+    with pytest.raises(ConfigError, match="is no record of a bench"):
         forecast_of(tmp_path / "x.json")

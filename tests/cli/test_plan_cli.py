@@ -77,7 +77,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         (("--params", "1e9", "--trainer-nodes", "1", "--engine-nodes", "1", "--engine-tp", "3"), "does not divide"),
         (("--model", "nowhere"), "no model folder"),
         (("nowhere.toml",), "no config file"),
-        (("--measured", "nowhere.json"), "cannot be read as a record"),
+        (("--measured", "nowhere.json"), "nowhere.json"),
         (("--check", "--params", "1e9"), "stand alone"),
         (("--check", "--measured", "nowhere.json"), "stand alone"),
     ],
