@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fathom.config.families import FabricKind, TransportKind
 from fathom.config.sync import PeerConfig, SyncConfig
 from fathom.core.errors import ConfigError, DeliveryError, EngineError, PayloadError
-from fathom.core.manifest import SharedMemorySource
+from fathom.core.manifest import PeerRank, PeerSource, SharedMemorySource
 from fathom.core.ports.engine import ReceivesInto
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import build_manifest, digest
@@ -25,6 +25,7 @@ from fathom.sync.shards import Box
 from fathom.sync.transports.inbox import Inbox
 from fathom.sync.transports.p2p.fabrics.memory_fabric import FabricFaults
 from fathom.sync.transports.p2p.held import Slice
+from fathom.sync.transports.p2p.landing import Landing
 from fathom.sync.transports.p2p.line import Line, LineError
 from fathom.sync.transports.p2p.messages import Answer, Failed, Hello
 
@@ -172,6 +173,18 @@ def test_a_source_that_has_ended_is_named():
         with pytest.raises(
             EngineError, match=r"engine a: rank 0: source rank 0 \(127.0.0.1 port \d+\) cannot be reached"
         ):
+            rank.receive(source, manifest, whole(blank()), never)
+
+
+def test_memory_is_never_used_again_when_a_source_does_not_say_that_it_stopped():
+    manifest, _ = version()
+    rank = Landing(ENGINE, stop_s=0.05)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        address = PeerRank(host="127.0.0.1", port=hung.getsockname()[1], token="", shards=None)
+        source = PeerSource(fabric=FabricKind.MEMORY, engines=(ENGINE,), ranks=(address,), timeout_s=0.05)
+        with pytest.raises(EngineError, match="not everything was written"):
+            rank.receive(source, manifest, whole(blank()), never)
+        with pytest.raises(EngineError, match="replace the engine"):
             rank.receive(source, manifest, whole(blank()), never)
 
 
@@ -381,6 +394,6 @@ def test_options_that_would_be_ignored_or_cannot_work_are_refused():
     assert PeerConfig().fabric is FabricKind.NIXL
 
 
-def test_an_address_that_is_not_ours_is_a_delivery_error_that_names_the_options():
-    with pytest.raises((DeliveryError, ConfigError), match=r"sync.p2p.host"), sending() as side:
+def test_an_address_that_is_not_ours_names_the_options():
+    with pytest.raises(ConfigError, match=r"sync.p2p.host"), sending() as side:
         type(side.senders[0])(side.fabrics[0], "192.0.2.1", 0, 1.0)

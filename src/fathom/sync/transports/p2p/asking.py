@@ -16,8 +16,6 @@ from fathom.sync.transports.p2p.plan import Piece
 _CONNECT_S, _SEND_S = 10.0, 30.0
 _ANSWER_S, _ANSWER_BYTES = 10.0, 16 << 20
 _POLL_S = 0.0005
-_STOP_S = 10.0
-"""So long a source may take to stop when it is told to."""
 
 
 class BrokenTransferError(Exception):
@@ -52,7 +50,9 @@ class _Asked:
 class Asking:
     """Connections to the sources of one transfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_s: float) -> None:
+        """A source may take `stop_s` to stop when it is told to."""
+        self._stop_s = stop_s
         self._pending: dict[int, _Asked] = {}
 
     def connect(self, number: int, source: PeerRank, pieces: Sequence[Piece]) -> str:
@@ -92,7 +92,7 @@ class Asking:
 
     def halt(self, progress: Callable[[], None]) -> bool:
         """Tell all that have not answered to stop. False: one did not say that it did; it may still write."""
-        deadline = time.monotonic() + _STOP_S
+        deadline = time.monotonic() + self._stop_s
         for asked in self._pending.values():
             asked.line.finish()
         while self._pending and time.monotonic() < deadline:

@@ -54,6 +54,8 @@ class HeldSlice:
 
 def address(box: Box, outer: Box, start: int, item_bytes: int) -> int | None:
     """Where the elements of `box` begin in the memory of `outer` at `start`. None: they do not lie in one piece."""
+    if box == outer:  # as most are
+        return start
     runs = box.runs(outer)
     first, _ = next(runs)
     return None if next(runs, None) else start + first * item_bytes

@@ -27,6 +27,7 @@ from fathom.sync.transports.reception import Reception
 
 _NAMING_S = 2.0
 """So long the tensor that did not arrive is looked for."""
+_STOP_S = 10.0
 _KEPT_SETS = 3
 """Sets of tensors that stay registered: two that alternate, and one more while a pinned version keeps one from use."""
 
@@ -44,8 +45,12 @@ class Landing:
         rank: int = 0,
         ranks: int = 1,
         fabrics: Mapping[FabricKind, Callable[[str], Fabric]] = FABRICS,
+        stop_s: float = _STOP_S,
     ) -> None:
-        """Rank `rank` of `ranks` of an engine; `fabrics` are opened as sources ask for them."""
+        """Rank `rank` of `ranks` of an engine; `fabrics` are opened as sources ask for them.
+
+        A source may take `stop_s` to confirm that it stopped. Where one does not, this memory is not used again.
+        """
         self._engine = engine
         self._rank, self._ranks = rank, ranks
         self._fabrics = fabrics
@@ -53,6 +58,7 @@ class Landing:
         self._opened_as: tuple[str, str] | None = None
         self._sets: dict[tuple[Region, ...], list[Tensor]] = {}
         self._scratch: Tensor | None = None
+        self._stop_s = stop_s
         self._spoiled = False
 
     def read(self, source: PeerSource, reception: Reception) -> int:
@@ -74,7 +80,7 @@ class Landing:
         if self._spoiled:
             reason = "a source did not confirm that it stopped writing into this memory; replace the engine"
             raise EngineError(self._engine, reason)
-        deadline, asking = time.monotonic() + source.timeout_s, Asking()
+        deadline, asking = time.monotonic() + source.timeout_s, Asking(self._stop_s)
 
         def stop() -> str | None:
             if given_up():

@@ -36,8 +36,7 @@ class PeerTransport:
         """With sockets and fabrics of its own. A stage may take `timeout_s`.
 
         Raises:
-            ConfigError: the fabric is not installed or does not start.
-            DeliveryError: it cannot listen at the address.
+            ConfigError: the fabric is not installed or does not start, or nothing can listen at the address.
         """
         senders = [
             Sender(FABRICS[config.fabric](config.host), config.host, config.port, timeout_s * _SENDER_SHARE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -116,11 +116,18 @@ def _cells(wanted: Wanted, holdings: Sequence[Holding], preferred: Sequence[int]
         common = _held(holdings[source], wanted)
         if common is not None:
             held[source] = common
-    gap = uncovered(wanted.box, held.values())
-    if gap is not None:
-        raise PayloadError(f"no source holds {gap.bounds} of tensor {wanted.name!r}; shards must cover every tensor")
-    for box in _grid(wanted.box, set(held.values())):
-        holders = [source for source, part in held.items() if box.intersect(part) == box]
+    parts = set(held.values())
+    if parts == {wanted.box}:  # as most are
+        boxes: Iterable[Box] = parts
+    else:
+        gap = uncovered(wanted.box, parts)
+        if gap is not None:
+            raise PayloadError(
+                f"no source holds {gap.bounds} of tensor {wanted.name!r}; shards must cover every tensor"
+            )
+        boxes = _grid(wanted.box, parts)
+    for box in boxes:
+        holders = [source for source, part in held.items() if part == box or box.intersect(part) == box]
         near = tuple(source for source in holders if source in preferred) or tuple(holders)
         for part in _to_size(box, max(1, piece_bytes // wanted.item_bytes)):
             yield _Cell(name=wanted.name, box=part, size_bytes=part.elements * wanted.item_bytes, holders=near)
@@ -130,14 +137,11 @@ def _held(holding: Holding, wanted: Wanted) -> Box | None:
     if holding is None:
         return wanted.box
     box = holding.get(wanted.name)
-    return None if box is None else box.intersect(wanted.box)
+    return box if box is None or box == wanted.box else box.intersect(wanted.box)
 
 
 def _grid(whole: Box, parts: set[Box]) -> Iterator[Box]:
     """The smallest boxes between the edges of `parts`."""
-    if parts == {whole}:
-        yield whole
-        return
     edges = [
         sorted({*bound, *(edge for part in parts for edge in part.bounds[dim])})
         for dim, bound in enumerate(whole.bounds)

@@ -13,7 +13,7 @@ from typing import final
 
 from torch import Tensor
 
-from fathom.core.errors import DeliveryError, PayloadError
+from fathom.core.errors import ConfigError, DeliveryError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, PeerRank, PeerShard
 from fathom.sync.transports.p2p.fabrics.fabric import Fabric, FabricError, Stop, Write
@@ -77,7 +77,7 @@ class Sender:
         """Listen at `host`; port 0 is any free one. A receiving rank is served for `timeout_s` at most.
 
         Raises:
-            DeliveryError: it cannot listen there.
+            ConfigError: it cannot listen there.
         """
         self._fabric = fabric
         self._host = host
@@ -92,7 +92,10 @@ class Sender:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise DeliveryError(f"cannot listen at {host} port {port} ({error}); set sync.p2p.host and port") from error
+            raise ConfigError(
+                f"sync.p2p.host = {host!r}, sync.p2p.port = {port}: nothing can listen there ({error}); name a "
+                "free port and an address of this machine"
+            ) from error
         self._accepting = threading.Thread(target=self._accept, name="p2p-accept", daemon=True)
         self._accepting.start()
 
@@ -159,12 +162,12 @@ class Sender:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed, too many open files, or the other side was gone before it was accepted
+                threading.Thread(target=self._serve, args=(connection,), name="p2p-write", daemon=True).start()
+            except (OSError, RuntimeError):  # closed; too many files or threads; or the other side was gone already
                 self._closed.wait(_ACCEPT_S)
-                continue
-            threading.Thread(target=self._serve, args=(Line(connection),), name="p2p-write", daemon=True).start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        line = Line(connection)
         try:
             hello: Hello = line.receive(Hello, _HELLO_BYTES, _HELLO_S)
             offer = self._enter(hello.token)
@@ -283,9 +286,10 @@ def _failed(reason: str) -> Failed:
 def _held(place: Place, held: Mapping[str, HeldSlice]) -> tuple[HeldSlice, int]:
     """The slice in which a piece lies, and the size of the piece."""
     piece = held.get(place.name)
-    if piece is None or not place.box.elements or piece.box.intersect(place.box) != place.box:
+    elements = place.box.elements
+    if piece is None or not elements or (piece.box != place.box and piece.box.intersect(place.box) != place.box):
         raise PayloadError(f"{place.box.bounds} of tensor {place.name!r} is not held here; publish it again")
-    size_bytes = place.box.elements * piece.item_bytes
+    size_bytes = elements * piece.item_bytes
     if size_bytes > PIECE_BYTES:
         raise PayloadError(f"a piece of {place.name!r} has {size_bytes} bytes, more than {PIECE_BYTES}; ask for less")
     return piece, size_bytes
