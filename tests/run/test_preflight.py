@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -12,13 +13,13 @@ import pytest
 from small_runs import SCRIPTED, RunProcess, small_config
 
 from fathom.config.families import EngineKind
-from fathom.core.errors import ConfigError
+from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
 from fathom.core.records.sampling import InFlightMode
 from fathom.core.wire import frame
 from fathom.ledger.events import StepTaken
 from fathom.rollout.engines.embedded.messages import StatusCall
-from fathom.run.preflight import access_token, check_engine
+from fathom.run.preflight import access_token, check_engine, check_machine
 
 ABLE = Capabilities(
     kept_sets=True,
@@ -94,3 +95,18 @@ def test_the_engine_answers_nobody_without_the_token(tmp_path: Path) -> None:
     process.signal(signal.SIGTERM)
     assert process.wait(within_s=10.0) == 143
     assert {header: answer.status_code for header, answer in answers.items()} == given
+
+
+@pytest.mark.parametrize(("fabric", "module"), [("nixl", "nixl_cu12"), ("mooncake", "mooncake")])
+def test_a_fabric_that_is_not_installed_is_named_with_its_extra_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    config = small_config(tmp_path, "sync.transport=p2p", f"sync.p2p.fabric={fabric}")
+    with pytest.raises(MissingDependencyError, match=rf"sync.p2p.fabric = '{fabric}'.*fathom-rl\[{fabric}\]"):
+        check_machine(config, weight_bytes=0)
+
+
+def test_the_fabric_within_a_process_is_no_fabric_for_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sync.p2p.fabric = 'memory' stays within one process"):
+        small_config(tmp_path, "sync.transport=p2p", "sync.p2p.fabric=memory")

@@ -8,13 +8,19 @@ import socket
 from pathlib import Path
 from secrets import token_urlsafe
 
-from fathom.config.families import EngineKind, Tracker
+from fathom.config.families import EngineKind, FabricKind, Tracker, TransportKind
 from fathom.config.rollout import EngineConfig
 from fathom.config.run import RunConfig
+from fathom.config.sync import PeerConfig, SyncConfig
 from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.core.ports.engine import Capabilities
 
 _PACKAGES = {Tracker.TENSORBOARD: "tensorboard", Tracker.WANDB: "wandb"}
+_FABRICS = {
+    FabricKind.NIXL: ("nixl_cu12", "nixl-cu12"),
+    FabricKind.MOONCAKE: ("mooncake", "mooncake-transfer-engine-non-cuda"),
+}
+"""Module and package of each fabric between processes."""
 _STATE_BYTES_PER_PARAMETER = 3 * 4
 """Float32 masters and two moments."""
 _SMALLEST_ELEMENT_BYTES = 2
@@ -35,9 +41,20 @@ def check_machine(config: RunConfig, weight_bytes: int) -> None:
         if importlib.util.find_spec(_PACKAGES[tracker]) is None:
             raise MissingDependencyError(f"trackers = ['{tracker}']", _PACKAGES[tracker], tracker.value)
     _check_store(config.sync.chain.store)
+    _check_fabric(config.sync)
     access_token(config.engine)
     _check_port(config.engine)
     _check_disk(config, weight_bytes)
+
+
+def _check_fabric(sync: SyncConfig) -> None:
+    """Whether it can start shows when the transport is opened."""
+    if sync.transport is not TransportKind.P2P:
+        return
+    fabric = (sync.p2p or PeerConfig()).fabric
+    module, package = _FABRICS[fabric]
+    if importlib.util.find_spec(module) is None:
+        raise MissingDependencyError(f"sync.p2p.fabric = '{fabric}'", package, fabric.value)
 
 
 def access_token(engine: EngineConfig) -> str:
