@@ -41,7 +41,7 @@ CONFIGS = {kind: SyncConfig(transport=kind, timeout_s=TIMEOUT_S) for kind in Tra
         transport=TransportKind.P2P, timeout_s=TIMEOUT_S, p2p=PeerConfig(fabric=FabricKind.MEMORY)
     ),
 }
-EXAMPLES = {TransportKind.SHARED: 100, TransportKind.DISK: 40}
+EXAMPLES = {TransportKind.SHARED: 60, TransportKind.DISK: 25}
 DEFAULT_EXAMPLES = 8
 WRONG_MODELS = ["renamed", "recast", "reshaped", "missing", "added"]
 
@@ -201,7 +201,7 @@ def fault(places, kinds):
         place=st.sampled_from(places),
         kind=st.sampled_from(kinds),
         seconds=st.sampled_from([0.0, 1.0, TIMEOUT_S + 1]),
-        visit=st.integers(0, 5),
+        visit=st.integers(0, 3),
     )
 
 
@@ -212,11 +212,11 @@ faults = st.one_of(
 )
 misdeeds = st.dictionaries(
     st.sampled_from(ENGINES),
-    st.lists(st.builds(Misdeed, what=st.sampled_from(list(Wrong)), stage=st.integers(0, 5)), max_size=3),
+    st.lists(st.builds(Misdeed, what=st.sampled_from(list(Wrong)), stage=st.integers(0, 3)), max_size=3),
 )
 mishaps = st.lists(
     st.builds(
-        MishapAt, what=st.sampled_from(list(Mishap)), call=st.sampled_from(["hold", "offer"]), visit=st.integers(0, 6)
+        MishapAt, what=st.sampled_from(list(Mishap)), call=st.sampled_from(["hold", "offer"]), visit=st.integers(0, 4)
     ),
     max_size=2,
 )
@@ -224,7 +224,7 @@ steps = st.lists(
     st.one_of(
         st.just("publish"), st.just("publish"), st.just("publish"), st.sampled_from([*ENGINES, *ENGINES, *WRONG_MODELS])
     ),
-    min_size=1,
+    min_size=3,
     max_size=9,
 )
 
@@ -232,7 +232,7 @@ steps = st.lists(
 def exercise(kind: TransportKind, examples: int) -> None:
     @settings(max_examples=examples, deadline=None)
     @given(
-        script=st.lists(faults, max_size=6),
+        script=st.lists(faults, min_size=1, max_size=6),
         misdeeds=misdeeds,
         mishaps=mishaps,
         steps=steps,
@@ -259,6 +259,42 @@ def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced(kind):
 @pytest.mark.parametrize("kind", list(TransportKind))
 def test_every_engine_holds_the_old_or_the_new_version_whole_or_is_fenced_at_length(kind):
     exercise(kind, 10 * EXAMPLES.get(kind, DEFAULT_EXAMPLES))
+
+
+A, B = ENGINES[0], ENGINES[1]
+STEPS = ["publish", "publish", "renamed", "publish", *ENGINES, "publish"]
+
+
+def play(live=(), **world) -> None:
+    """One chain: two versions, one of another model, one more, all engines restored, and a last one."""
+
+    async def scenario(folder: Path) -> None:
+        await World(folder, TransportKind.SHARED, live, **world).run(STEPS)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_scripted(scenario(Path(folder)))
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_one_fault_at_each_await_point(kind):
+    places = [*ENGINE_PLACES, *(TRANSPORT_PLACES if kind is not FaultKind.STUCK else ())]
+    for place in [place for place in places if ENGINES[2] not in place.replace("/", ".").split(".")]:
+        script = [Fault(place=place, kind=kind, seconds=TIMEOUT_S + 1, visit=0 if "rollback" in place else 1)]
+        play(live={B}, script=script)
+
+
+@pytest.mark.parametrize("what", list(Wrong))
+@pytest.mark.parametrize("who", [(A,), (B,), (A, B), tuple(ENGINES)])
+def test_one_misdeed_of_some_or_all_engines(what, who):
+    for stage in (0, 1):
+        play(live={B}, misdeeds={engine: [Misdeed(what=what, stage=stage)] for engine in who})
+
+
+@pytest.mark.parametrize("what", list(Mishap))
+@pytest.mark.parametrize("call", ["hold", "offer"])
+def test_one_mishap_of_the_transport(what, call):
+    for visit in range(4):
+        play(live={B}, mishaps=[MishapAt(what=what, call=call, visit=visit)])
 
 
 @settings(max_examples=60, deadline=None)
