@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -209,6 +212,45 @@ def test_after_a_fault_the_same_writer_goes_on_with_an_anchor(fault):
             into = blank(first())
             reader.materialise(MANIFESTS[number].version, into, None)
             assert holds(into, MANIFESTS[number])
+
+
+WRITER = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from chains import versions
+from fathom.config.sync import ChainConfig
+from fathom.sync.chain.store import Store
+from fathom.sync.chain.writer import ChainWriter
+from fathom.sync.digest import build_manifest
+writer = ChainWriter(Store.open(sys.argv[1]), ChainConfig(anchor_every=3, budget_mb=0, keep_steps=2))
+tensors = versions(6)
+for number in range(10**6):
+    manifest = build_manifest(number, int(sys.argv[3]), None, tensors[number % 6])
+    writer.append(manifest, tensors[number % 6])
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_whole_versions_and_its_leftovers_are_removed(tmp_path):
+    for incarnation in range(1, 5):
+        arguments = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent), str(incarnation)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as writing:
+            said = [int(writing.stdout.readline()) for _ in range(4)]
+            time.sleep(random.random() * 0.05)
+            writing.kill()
+            said += [int(line) for line in writing.stdout.read().split()]
+        store = Store.open(tmp_path)
+        reader = ChainReader(store)
+        versions_there = {link.version for link in reader.links()}
+        assert (incarnation, said[-1]) in {(version.incarnation, version.number) for version in versions_there}
+        for version in versions_there:
+            into = blank(first())
+            reader.materialise(version, into, None)
+            assert holds(into, build_manifest(0, 1, None, TENSORS[version.number % 6]))
+        ChainWriter(store, ChainConfig())
+        assert {Path(name).stem for name in store.list("data")} == {Path(name).stem for name in store.list("links")}
+        assert not list(tmp_path.glob("*/.*"))
 
 
 def test_names_do_not_lead_out_of_a_store(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import final
 
 import torch
@@ -59,7 +58,7 @@ class Keeper:
         if self._appending is not None:
             try:
                 self._appending.result(0 if self._late else self._timeout_s)
-            except FutureTimeoutError:
+            except TimeoutError:
                 self._late = True
                 return False
         self._appending, self._late = None, False

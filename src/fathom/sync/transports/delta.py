@@ -10,13 +10,15 @@ from typing import Self, final
 from torch import Tensor
 
 from fathom.config.sync import ChainConfig
-from fathom.core.errors import DeliveryError
+from fathom.core.errors import ConfigError, DeliveryError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import DeltaSource, Manifest
 from fathom.sync.chain.reader import ChainReader
 from fathom.sync.chain.store import Store
 from fathom.sync.chain.writer import ChainWriter, Trouble, unheard
 from fathom.sync.transports.reception import Reception
+
+_PATIENCE_S = 60.0
 
 
 @final
@@ -61,15 +63,18 @@ class DeltaTransport:
             self._writer.restart()
 
     def close(self) -> None:
-        """End what is under way. The chain stays. Idempotent."""
-        self._settled()
-        self._thread.shutdown()
+        """End what is under way, as far as that takes no minutes. The chain stays. Idempotent."""
+        try:
+            self._settled(_PATIENCE_S)
+        except TimeoutError:
+            self._trouble(DeliveryError(f"{self._writer.url} hangs: its chain may lack its last anchor"))
+        self._thread.shutdown(wait=False)
         self._held.clear()
 
-    def _settled(self) -> None:
-        """Wait until the writer is free."""
+    def _settled(self, timeout_s: float | None = None) -> None:
+        """Wait until the writer is free. Raises `TimeoutError`; without a limit, that of the caller's call holds."""
         if self._settling is not None:
-            self._settling.result()
+            self._settling.result(timeout_s)
             self._settling = None
 
     def _settle(self, needed: frozenset[PolicyVersion]) -> None:
@@ -91,7 +96,12 @@ class DeltaReading:
 
         Raises `PayloadError` when that cannot be done to the bit.
         """
-        if source.store not in self._readers:
-            self._readers[source.store] = ChainReader(Store.open(source.store))
-        reader = self._readers[source.store]
+        reader = self._readers.get(source.store) or self._open(source.store)
         return reader.materialise(source.version, reception.into, reception.serving, reception.given_up)
+
+    def _open(self, store: str) -> ChainReader:
+        try:
+            self._readers[store] = ChainReader(Store.open(store))
+        except ConfigError as error:  # the engine is well, and no replacement could do better
+            raise PayloadError(f"the engine cannot read the chain: {error}") from error
+        return self._readers[store]
