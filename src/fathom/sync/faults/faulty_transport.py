@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,8 +30,18 @@ class Mishap(StrEnum):
     """`hold`: one bit of the first tensor by name is another one."""
     SWAPPED = "swapped"
     """`hold`: the first two tensors of one size, by name, have each other's bytes."""
+    SPOILT = "spoilt"
+    """`hold`: what the transport was given as `spoil` is done to a copy of the tensors."""
     OUTDATED = "outdated"
     """`offer`: it offers the version held before, if there is one."""
+
+
+Spoil = Callable[[dict[str, Tensor]], None]
+"""Changes contiguous tensors in place, keeping names, shapes and element types."""
+
+
+def _unspoilt(tensors: dict[str, Tensor]) -> None:
+    """Nothing to spoil was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +60,20 @@ class MishapAt:
 class FaultyTransport:
     """Passes every call on to a transport, and plays a script of mishaps."""
 
-    def __init__(self, inner: Transport, *script: MishapAt) -> None:
+    def __init__(self, inner: Transport, *script: MishapAt, spoil: Spoil = _unspoilt) -> None:
+        """`spoil` changes tensors in place, which are described already: nothing but digests can find it."""
         self._inner = inner
+        self._spoils: dict[Mishap | None, Spoil] = {Mishap.FLIPPED: _flip, Mishap.SWAPPED: _swap, Mishap.SPOILT: spoil}
         self._script = {(each.call, each.visit): each.what for each in script}
         self._visits = {"hold": 0, "offer": 0}
         self._held: list[PolicyVersion] = []
 
     def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """See `Transport.hold`."""
-        mishap = self._next("hold")
-        if mishap is Mishap.FLIPPED or mishap is Mishap.SWAPPED:
-            tensors = _spoilt(tensors, mishap)
+        spoil = self._spoils.get(self._next("hold"))
+        if spoil is not None:
+            tensors = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+            spoil(tensors)
         self._inner.hold(manifest, tensors)
         self._held.append(manifest.version)
 
@@ -94,19 +107,16 @@ class FaultyTransport:
                 return mishap
 
 
-def _spoilt(tensors: Mapping[str, Tensor], mishap: Mishap) -> dict[str, Tensor]:
-    """A copy with other bytes."""
-    copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    names = sorted(name for name in copies if copies[name].numel())
-    first = byte_view(copies[names[0]])
-    if mishap is Mishap.FLIPPED:
-        first[0] ^= 1
-        return copies
-    for name in names[1:]:
-        second = byte_view(copies[name])
-        if len(second) == len(first):
-            kept = first.clone()
-            first.copy_(second)
+def _flip(tensors: dict[str, Tensor]) -> None:
+    first = min(name for name in tensors if tensors[name].numel())
+    byte_view(tensors[first])[0] ^= 1
+
+
+def _swap(tensors: dict[str, Tensor]) -> None:
+    memory = [byte_view(tensors[name]) for name in sorted(tensors) if tensors[name].numel()]
+    for second in memory[1:]:
+        if len(second) == len(memory[0]):
+            kept = memory[0].clone()
+            memory[0].copy_(second)
             second.copy_(kept)
             break
-    return copies
