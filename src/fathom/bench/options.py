@@ -105,6 +105,8 @@ class SyncOptions(Section):
     """`fleet`: sizes of a version, in 10^6 bytes."""
     receivers: tuple[int, ...] = (1, 2, 4)
     """`fleet`: numbers of receivers."""
+    shards: tuple[int, ...] = (2, 4)
+    """`fleet`: numbers of ranks, each with slices, over which a single receiver of `p2p` is spread besides."""
     network_mbit_per_s: tuple[float, ...] = (1000, 200)
     """`network`: speeds of a link."""
     network_size_mb: int = Field(default=20, gt=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fathom.bench.rig.fleet.messages import TensorForm
 from fathom.sync.digest import dtype_name
+from fathom.sync.shards import Box
 
 _ELEMENT_BYTES = 2
 _LAYERS = 30
@@ -17,6 +18,8 @@ _SCALE = 0.02
 _BLOCK = 1 << 22
 """Elements drawn, and used over and over: drawing gigabytes takes longer than sending them."""
 _STRIDE = 1_000_003
+_SECOND = ("o", "down")
+"""Matrices that end a block."""
 
 
 def made_up_weights(size_bytes: int, seed: int = 0) -> dict[str, Tensor]:
@@ -46,6 +49,23 @@ def forms_of(weights: Mapping[str, Tensor]) -> list[TensorForm]:
         TensorForm(name=name, dtype=dtype_name(name, tensor), shape=tuple(tensor.shape))
         for name, tensor in weights.items()
     ]
+
+
+def tensor_parallel(forms: Sequence[TensorForm], shards: int) -> list[dict[str, Box]]:
+    """By rank: matrices cut along their first dimension, or, where they end a block, along their second; vectors whole.
+
+    So each rank holds 1 / `shards` of the bytes, and the vectors.
+    """
+    return [{form.name: _slice_of(form, rank, shards) for form in forms} for rank in range(shards)]
+
+
+def _slice_of(form: TensorForm, rank: int, shards: int) -> Box:
+    bounds = [(0, size) for size in form.shape]
+    if len(bounds) > 1:
+        cut = int(any(f".{name}." in form.name for name in _SECOND))
+        size = form.shape[cut]
+        bounds[cut] = (size * rank // shards, size * (rank + 1) // shards)
+    return Box(tuple(bounds))
 
 
 def _shapes(hidden: int, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:

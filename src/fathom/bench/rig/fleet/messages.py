@@ -45,8 +45,8 @@ class OpenCall(msgspec.Struct, frozen=True, tag="bench_open.1"):
 
     forms: tuple[TensorForm, ...]
     """What will be published."""
-    host: str
-    """Address of this process's machine, for transports that are connected to."""
+    shards: int
+    """Ranks of the receiver, each with memory of its own and a slice of every matrix. 1: it is whole."""
     storage_bytes_per_s: float | None
     """Speed of the simulated storage that files are read from. None: as it is."""
 

@@ -95,9 +95,11 @@ class ReceiverProcess:
             raise AssertionError("a receiver is opened before it is asked")
         return self._opened
 
-    async def open(self, forms: Sequence[TensorForm], storage_bytes_per_s: float | None = None) -> None:
+    async def open(
+        self, forms: Sequence[TensorForm], *, shards: int = 1, storage_bytes_per_s: float | None = None
+    ) -> None:
         """Begin to receive tensors of these forms, holding nothing. See `OpenCall`."""
-        call = OpenCall(forms=tuple(forms), host=self.host, storage_bytes_per_s=storage_bytes_per_s)
+        call = OpenCall(forms=tuple(forms), shards=shards, storage_bytes_per_s=storage_bytes_per_s)
         self._opened = (await self._call(call, Opened)).capabilities
 
     async def drop(self) -> None:

@@ -16,6 +16,7 @@ from typing import final
 import numpy as np
 import torch
 
+from fathom.bench.rig.fleet.made_up import tensor_parallel
 from fathom.bench.rig.fleet.messages import (
     Answer,
     Call,
@@ -47,6 +48,7 @@ from fathom.rollout.engines.embedded.messages import (
 )
 from fathom.sync.digest import DTYPE_NAMES
 from fathom.sync.memory_receiver import MemoryReceiver
+from fathom.sync.transports.p2p.sharded_receiver import ShardedReceiver
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _WATCH_S = 0.5
@@ -54,11 +56,11 @@ _WATCH_S = 0.5
 
 @final
 class ReceiverServer:
-    """One `MemoryReceiver`, and one raw buffer, or neither."""
+    """One receiver, and one raw buffer, or neither."""
 
     def __init__(self, name: EngineId) -> None:
         self._name = name
-        self._receiver: MemoryReceiver | None = None
+        self._receiver: MemoryReceiver | ShardedReceiver | None = None
         self._storage_bytes_per_s: float | None = None
         self._buffer = np.empty(0, np.uint8)
         self._raw: RawReceiver | None = None
@@ -105,7 +107,10 @@ class ReceiverServer:
     def _open(self, call: OpenCall) -> Opened:
         self._close()
         template = {form.name: torch.empty(form.shape, dtype=_DTYPES[form.dtype]) for form in call.forms}
-        self._receiver = MemoryReceiver(self._name, template)
+        if call.shards == 1:
+            self._receiver = MemoryReceiver(self._name, template)
+        else:
+            self._receiver = ShardedReceiver(self._name, template, tensor_parallel(call.forms, call.shards))
         self._storage_bytes_per_s = call.storage_bytes_per_s
         return Opened(capabilities=self._receiver.capabilities)
 
@@ -120,7 +125,7 @@ class ReceiverServer:
             await asyncio.to_thread(time.sleep, report.moved_bytes / self._storage_bytes_per_s)
         return report
 
-    def _opened(self) -> MemoryReceiver:
+    def _opened(self) -> MemoryReceiver | ShardedReceiver:
         if self._receiver is None:
             raise AssertionError("a receiver is opened before it is used")
         return self._receiver

@@ -160,7 +160,7 @@ async def _sides(
         ):
             receiver = ReceiverProcess.launch(EngineId(name.replace(" ", "-")), logs)
             stack.push_async_callback(receiver.close)
-            await receiver.open(forms_of(weights), own_speed)
+            await receiver.open(forms_of(weights), storage_bytes_per_s=own_speed)
             timed = TimedTransport(TRANSPORTS[config.transport](folder, config), own_speed)
             publisher = Publisher([receiver], timed, config)
             stack.push_async_callback(publisher.close)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class FleetRequest(msgspec.Struct, frozen=True, tag="bench_fleet.1"):
     """Numbers of receivers."""
     transports: tuple[TransportKind, ...]
     """Which transports."""
+    shards: tuple[int, ...]
+    """Numbers of ranks over which one receiver of `p2p` is spread, beside whole ones."""
     repeats: int
     """Publications counted of each."""
     changed: float
@@ -109,15 +112,14 @@ async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
             weights = made_up_weights(size_mb * MB)
             if not request.link:
                 samples += _host(weights, size_mb, request.repeats)
-            for count in counts:
-                for transport, raw in pairs:
-                    case = _Case(request, transport, raw, size_mb, crew.first(count))
-                    try:
-                        samples += await case.measure(weights)
-                    except Exception as error:  # noqa: BLE001 - the boundary: whatever fails, the others are measured
-                        failures.append(f"{case.variant}: {type(error).__name__}: {error}")
-                        await crew.close()
-                    say(case.told(samples))
+            for transport, raw, count, shards in _cases(request, pairs, counts):
+                case = _Case(request, transport, raw, size_mb, crew.first(count), shards)
+                try:
+                    samples += await case.measure(weights)
+                except Exception as error:  # noqa: BLE001 - the boundary: whatever fails, the others are measured
+                    failures.append(f"{case.variant}: {type(error).__name__}: {error}")
+                    await crew.close()
+                say(case.told(samples))
     finally:
         await crew.close()
     return FleetAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
@@ -142,6 +144,16 @@ def _pairs(transports: Sequence[TransportKind]) -> tuple[list[tuple[TransportKin
             else:
                 notes.append(f"{transport} by {kind}: left out, it is not installed")
     return pairs, notes
+
+
+def _cases(
+    request: FleetRequest, pairs: Sequence[tuple[TransportKind, RawKind | None]], counts: Sequence[int]
+) -> Iterator[tuple[TransportKind, RawKind | None, int, int]]:
+    """With the number of receivers, and of ranks of each."""
+    for count in counts:
+        yield from ((*pair, count, 1) for pair in pairs)
+    if 1 in counts:
+        yield from ((*pair, 1, shards) for pair in pairs if pair[0] is TransportKind.P2P for shards in request.shards)
 
 
 @final
@@ -176,6 +188,7 @@ class _Case:
     raw: RawKind | None
     size_mb: int
     receivers: Sequence[ReceiverProcess]
+    shards: int = 1
 
     @property
     def variant(self) -> str:
@@ -212,13 +225,14 @@ class _Case:
         size_bytes = sum(tensor.nbytes for tensor in weights.values())
         async with AsyncExitStack() as stack:
             for receiver in self.receivers:
-                await receiver.open(forms)
+                await receiver.open(forms, shards=self.shards)
                 stack.push_async_callback(_quietly, receiver)
             line = None
             if self.raw is not None:
                 line = await RawLine.open(self.raw, self.receivers, size_bytes, self.request.nodes[0].host)
                 stack.push_async_callback(line.close)
-            timed = TimedTransport(TRANSPORTS[self.transport](Path(self.request.folder), config))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self.request.folder))
+            timed = TimedTransport(TRANSPORTS[self.transport](Path(folder), config))
             publisher = Publisher(self.receivers, timed, config)
             stack.push_async_callback(publisher.close)
             yield publisher, timed, line
@@ -229,7 +243,7 @@ class _Case:
         publication = await publisher.publish(weights, number, 1, InFlightMode.CONTINUE)
         if publication.fenced:
             raise NoProgressError(f"a receiver failed: {dict(publication.fenced)}")
-        return publication_samples(self.variant, number - _WARM, publication, timed, len(self.receivers))
+        return publication_samples(self.variant, number - _WARM, publication, timed, len(self.receivers) * self.shards)
 
     async def _round(self, line: RawLine | None, repeat: int) -> list[Sample]:
         if line is None:
@@ -238,7 +252,7 @@ class _Case:
         return [Sample(variant=variant, measure=TRANSFER, unit="s", repeat=repeat, value=value)]
 
     def _named(self, what: str) -> str:
-        return fleet_variant(what, self.size_mb, len(self.receivers), self.request.link)
+        return fleet_variant(what, self.size_mb, len(self.receivers), self.request.link, self.shards)
 
 
 def _config(transport: TransportKind, raw: RawKind | None, receivers: int, host: str) -> SyncConfig:
@@ -254,7 +268,7 @@ def _config(transport: TransportKind, raw: RawKind | None, receivers: int, host:
 def publication_samples(
     variant: str, repeat: int, publication: Publication, timed: TimedTransport, receivers: int
 ) -> list[Sample]:
-    """The phases apart."""
+    """The phases apart. `receivers` are counted by rank."""
     measures = {
         DIGEST: publication.write_s - timed.hold_s,
         HOLD: timed.hold_s,

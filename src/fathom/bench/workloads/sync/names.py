@@ -28,9 +28,10 @@ def transport_name(transport: str, library: str | None) -> str:
     return f"{transport} by {library}" if transport == "p2p" and library is not None else transport
 
 
-def fleet_variant(what: str, size_mb: int, receivers: int, link: str = "") -> str:
-    """E.g. `broadcast, 100 MB to 4`."""
-    return f"{what}, {size_mb} MB to {receivers}" + (f" over {link}" if link else "")
+def fleet_variant(what: str, size_mb: int, receivers: int, link: str = "", shards: int = 1) -> str:
+    """E.g. `broadcast, 100 MB to 4`, or `p2p by NIXL, 100 MB to 1 of 2 ranks`."""
+    ranks = f" of {shards} ranks" if shards > 1 else ""
+    return f"{what}, {size_mb} MB to {receivers}{ranks}" + (f" over {link}" if link else "")
 
 
 def link_name(mbit_per_s: float) -> str:

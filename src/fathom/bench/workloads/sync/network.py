@@ -46,6 +46,7 @@ def _over(
             sizes_mb=(options.network_size_mb,),
             receivers=NETWORK_RECEIVERS,
             transports=transports,
+            shards=(),
             repeats=options.repeats,
             changed=options.changed,
             folder=str(folder),

@@ -51,6 +51,7 @@ def _fleet(options: SyncOptions, scratch: Path) -> FleetRequest:
         sizes_mb=options.sizes_mb,
         receivers=options.receivers,
         transports=options.transports,
+        shards=options.shards,
         repeats=options.repeats,
         changed=options.changed,
         folder=str(scratch),

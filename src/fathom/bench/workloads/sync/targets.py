@@ -10,6 +10,7 @@ from fathom.bench.rig.fleet.messages import RawKind
 from fathom.bench.workloads.sync.names import (
     COPY,
     DIGEST,
+    MOVED,
     NETWORK_RECEIVERS,
     TRANSFER,
     fleet_variant,
@@ -21,6 +22,8 @@ from fathom.bench.workloads.sync.names import (
 
 _TIMES_RAW = 1.3
 _DIGEST_SPEED = 0.5
+_VECTORS = 1.01
+"""Every rank needs the norms whole."""
 _COMPARED = (
     ("broadcast", RawKind.GLOO),
     ("p2p", RawKind.NIXL),
@@ -54,12 +57,30 @@ def fleet_targets(options: SyncOptions, samples: Sequence[Sample]) -> Iterator[T
             at_most=True,
             required=False,
         )
+    yield from _shard_targets(options, samples)
     for size_mb in options.sizes_mb:
         variant = host_variant(size_mb)
         if has(samples, variant):
             measured = median(samples, variant, _SPEED)
             claim = f"{variant}: digest, times as fast as a copy"
             yield Target(claim=claim, measured=measured, limit=_DIGEST_SPEED, at_most=False, required=False)
+
+
+def _shard_targets(options: SyncOptions, samples: Sequence[Sample]) -> Iterator[Target]:
+    """That a rank gets its part of the bytes, and little more."""
+    for transport, kind in _COMPARED:
+        for size_mb in options.sizes_mb:
+            whole = fleet_variant(transport_name(transport, kind), size_mb, 1)
+            for shards in options.shards:
+                sharded = fleet_variant(transport_name(transport, kind), size_mb, 1, shards=shards)
+                if has(samples, sharded) and has(samples, whole):
+                    yield Target(
+                        claim=f"{sharded}: bytes to each rank, over those to a whole receiver",
+                        measured=median(samples, sharded, MOVED) / median(samples, whole, MOVED),
+                        limit=_VECTORS / shards,
+                        at_most=True,
+                        required=False,
+                    )
 
 
 def failure_target(failures: Sequence[str]) -> Target:
@@ -73,12 +94,13 @@ _SPEED = "digest over copy, speed"
 
 def _pairs(options: SyncOptions, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
     """Variants beside their raw ones, where both were measured."""
-    places = [(size, count, "") for size in options.sizes_mb for count in options.receivers]
+    places = [(size, count, "", 1) for size in options.sizes_mb for count in options.receivers]
+    places += [(size, 1, "", shards) for size in options.sizes_mb for shards in options.shards]
     for mbit_per_s in options.network_mbit_per_s:
-        places += [(options.network_size_mb, count, link_name(mbit_per_s)) for count in NETWORK_RECEIVERS]
+        places += [(options.network_size_mb, count, link_name(mbit_per_s), 1) for count in NETWORK_RECEIVERS]
     for transport, kind in _COMPARED:
-        for size_mb, count, link in places:
-            ours = fleet_variant(transport_name(transport, kind), size_mb, count, link)
-            raw = fleet_variant(f"raw {kind}", size_mb, count, link)
+        for place in places:
+            ours = fleet_variant(transport_name(transport, kind), *place)
+            raw = fleet_variant(f"raw {kind}", *place)
             if has(samples, ours) and has(samples, raw):
                 yield ours, raw
