@@ -15,7 +15,7 @@ from fathom.evidence.contracts.audit import AuditReport, audit
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from synthetic.history import History, config, write_run
-from synthetic.records import outcome, step
+from synthetic.records import outcome, policy, step
 
 
 def report_of(ledger: Path) -> AuditReport:
@@ -145,6 +145,11 @@ def published_something_else(history: History) -> None:
     history.publish(1, digest="f" * 64)
 
 
+def coded_from_something_else(history: History) -> None:
+    history.train(1, history.group(0))
+    history.publish(1, digest="c" * 64, cast_digest="f" * 64)
+
+
 def published_without_a_step(history: History) -> None:
     history.publish(5)
 
@@ -179,6 +184,7 @@ def never_settled(history: History) -> None:
         (step_left_out, "steps", "step 3 follows a history of 1 steps"),
         (version_goes_back, "versions", "v0@1 follows v1@1"),
         (published_something_else, "delivery", "v1@1 has digest ffffffffffff"),
+        (coded_from_something_else, "delivery", "v1@1 has digest ffffffffffff"),
         (published_without_a_step, "delivery", "v5@1"),
         (books_out_of_balance, "books", "became trained after it was trained"),
         (never_settled, "books", "was used by a step and never settled"),
@@ -191,6 +197,14 @@ def test_a_wrong_history_is_found(tmp_path: Path, spoil: Callable[[History], Non
     history.writer.close() if spoil is not never_settled else None
     found = failures(report_of(tmp_path / "ledger"))
     assert words in found[check]
+
+
+def test_a_coded_version_is_compared_by_the_cast_that_it_was_made_of(tmp_path: Path) -> None:
+    history = begin(tmp_path)
+    history.train(1, history.group(0))
+    history.publish(1, digest="c" * 64, cast_digest=policy(1).digest)
+    history.writer.close()
+    assert "delivery" not in failures(report_of(tmp_path / "ledger"))
 
 
 def test_ungraded_rows_may_not_train(tmp_path: Path) -> None:

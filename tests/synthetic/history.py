@@ -69,7 +69,9 @@ class History:
         text = settings.model_dump_json()
         return self.writer.append(opening(incarnation, parent_seq, step, text))
 
-    def publish(self, number: int, *, digest: str | None = None, engine: str = "engine-0") -> int:
+    def publish(
+        self, number: int, *, digest: str | None = None, cast_digest: str | None = None, engine: str = "engine-0"
+    ) -> int:
         version = policy(number, self.incarnation)
         if digest is not None:
             version = type(version)(incarnation=self.incarnation, number=number, digest=digest)
@@ -89,6 +91,7 @@ class History:
                 committed=(engine,),
                 fenced=(),
                 gap=mismatch(64, 1e-6),
+                cast_digest=cast_digest,
             )
         )
 

@@ -177,6 +177,8 @@ class Published(msgspec.Struct, frozen=True, tag="published.2"):
     """Engines that failed and were fenced."""
     gap: Mismatch | None
     """Same-version gap: engine against trainer on recorded rows at this version. None: not measured."""
+    cast_digest: str | None = None
+    """Digest of the cast that the step left, where a quantiser made the version of it. None: they are the same."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, tag="engine_joined.1"):

@@ -54,10 +54,11 @@ class VersionChecks:
                 newer and version.incarnation == before.incarnation, f"{version.name} follows {before.name}"
             )
         self._served = version
-        expected = self._weights.setdefault(version.number, version.digest)
+        cast = version.digest if event.cast_digest is None else event.cast_digest
+        expected = self._weights.setdefault(version.number, cast)
         self._delivery.expect(
-            version.digest == expected and version.number <= self._number,
-            f"{version.name} has digest {version.digest[:12]}, step {version.number} left {expected[:12]}",
+            cast == expected and version.number <= self._number,
+            f"{version.name} has digest {cast[:12]}, step {version.number} left {expected[:12]}",
         )
 
     @property

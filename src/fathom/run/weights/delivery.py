@@ -127,6 +127,7 @@ class Delivery:
                 committed=publication.committed,
                 fenced=tuple(publication.fenced),
                 gap=gap,
+                cast_digest=publication.cast_digest,
             )
         )
 

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.core.manifest import Manifest
+from fathom.sync.quantise.formats import check_known
 
 Form = tuple[str, tuple[int, ...]]
 """Element type as safetensors writes it, and shape."""
@@ -54,3 +55,4 @@ def check_fit(manifest: Manifest, expected: dict[str, Form]) -> None:
     for name, form in offered.items():
         if form != expected[name]:
             raise PayloadError(f"tensor {name!r} is {form} in {manifest.version.name}, {expected[name]} in the engine")
+    check_known(manifest, {})
