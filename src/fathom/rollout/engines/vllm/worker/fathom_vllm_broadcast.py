@@ -25,7 +25,8 @@ TAG = "source.broadcast.1"
 _ANSWER_S = 10.0
 _GRACE_S = 1.0
 """The sender decides within `stall_s`; its word may take a moment."""
-_POLL_S = 0.002
+_FIRST_LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.005
 _UNDER_WAY = 2
 _Gloo: Any = ProcessGroupGloo
 """As it is: torch's own stubs lack some of its parts."""
@@ -70,7 +71,8 @@ class Seat:
             whole = not given_up.is_set()
             return moved_bytes
         except (OSError, RuntimeError) as error:  # of sockets, of the store and of the group
-            reason = str(error).partition("\n")[0]
+            reason = self._why_broken(source) or str(error).partition("\n")[0]
+            self._store = None
             raise InterruptedTransfer(f"the broadcast broke off: {reason}") from error
         finally:
             if not whole:
@@ -83,14 +85,15 @@ class Seat:
         present = f"present/{rank}"
         said = {"type": "present.1", "group": self._group_name, "device": "cpu"}
         transfer.set(present, msgspec.json.encode(said).decode())
-        deadline = time.monotonic() + source["stall_s"] + _GRACE_S
+        deadline, pause_s = time.monotonic() + source["stall_s"] + _GRACE_S, _FIRST_LOOK_S
         while not transfer.check(["verdict"]):
-            if given_up.wait(_POLL_S):
+            if given_up.wait(pause_s):
                 with suppress(RuntimeError):  # the sender is gone too
                     transfer.delete_key(present)
                 return False
             if time.monotonic() > deadline:
                 raise InterruptedTransfer(f"the sender did not begin within {source['stall_s']:g} s")
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         verdict = msgspec.json.decode(transfer.get("verdict"))
         name = verdict["group"]
         if name is None:
@@ -110,6 +113,14 @@ class Seat:
             self._store = TCPStore(host, port, None, False, timedelta(seconds=_ANSWER_S), wait_for_workers=False)
             self._address = (host, port)
         return self._store
+
+    def _why_broken(self, source: dict[str, Any]) -> str | None:
+        """The sender's reason. None: it gave none, or is gone."""
+        with suppress(RuntimeError):
+            transfer = PrefixStore(source["transfer"], self._store) if self._store is not None else None
+            if transfer is not None and transfer.check(["broken"]):
+                return transfer.get("broken").decode(errors="replace")
+        return None
 
     def _form(self, name: str, store: TCPStore, rank: int, size: int, stall_s: float) -> Any:
         self._group = None
