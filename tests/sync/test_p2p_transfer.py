@@ -27,7 +27,7 @@ from fathom.sync.transports.p2p.fabrics.memory_fabric import FabricFaults
 from fathom.sync.transports.p2p.held import Slice
 from fathom.sync.transports.p2p.landing import Landing
 from fathom.sync.transports.p2p.line import Line, LineError
-from fathom.sync.transports.p2p.messages import Answer, Failed, Hello
+from fathom.sync.transports.p2p.messages import Answer, Ask, Failed, Hello
 
 WRITES = len([tensor for tensor in model().values() if tensor.numel()])
 
@@ -163,6 +163,20 @@ def test_writes_of_an_earlier_offer_have_ended_when_the_source_goes_on(how):
         receiving.join(10)
         assert side.fabrics[0].written_bytes == written < manifest.size_bytes
         assert "source rank 0" in failures[0]
+
+
+def test_an_engine_that_never_asks_does_not_hold_up_the_next_offer():
+    manifest, tensors = version()
+    with sending(timeout_s=1e4) as side, landing() as (rank, _):
+        old = side.send(manifest, tensors).ranks[0]
+        silent = Line.connect(old.host, old.port, 5)
+        silent.send(Hello(old.token), 5)
+        time.sleep(0.05)
+        source, into = side.transport.offer(manifest.version, [ENGINE]), blank()
+        rank.receive(source, manifest, whole(into), never)
+        silent.send(Ask(engine=ENGINE, rank=0, version=manifest.version, fabric=b"", places=()), 5)
+        assert "offer is over" in silent.receive(Answer, 1 << 10, 5).reason
+        silent.close()
 
 
 def test_a_source_that_has_ended_is_named():

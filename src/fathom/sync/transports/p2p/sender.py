@@ -170,12 +170,12 @@ class Sender:
         line = Line(connection)
         try:
             hello: Hello = line.receive(Hello, _HELLO_BYTES, _HELLO_S)
-            offer = self._enter(hello.token)
-            if offer is None:
+            offer = self._offered(hello.token)
+            ask: Ask | None = None if offer is None else line.receive(Ask, _ASK_BYTES, self._timeout_s)
+            if offer is None or ask is None or not self._enter(offer):
                 line.send(_failed("its offer is over, or the token is wrong"), _HELLO_S)
                 return
             try:
-                ask: Ask = line.receive(Ask, _ASK_BYTES, self._timeout_s)
                 answer = self._answer(offer, ask, line)
             finally:
                 with self._lock:
@@ -186,13 +186,18 @@ class Sender:
         finally:
             line.close()
 
-    def _enter(self, token: str) -> _Offer | None:
+    def _offered(self, token: str) -> _Offer | None:
         with self._lock:
             offer = self._offer
-            if offer is None or not hmac.compare_digest(offer.token.encode(), token.encode()):
-                return None
+        return offer if offer is not None and hmac.compare_digest(offer.token.encode(), token.encode()) else None
+
+    def _enter(self, offer: _Offer) -> bool:
+        """Begin to write because of an offer. False: it is over."""
+        with self._lock:
+            if self._offer is not offer:
+                return False
             offer.writers.add(threading.current_thread())
-            return offer
+            return True
 
     def _answer(self, offer: _Offer, ask: Ask, line: Line) -> Done | Failed:
         deadline = time.monotonic() + self._timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +24,7 @@ def open_mooncake(host: str) -> MooncakeFabric:
         ConfigError: a library of the system is missing, or it does not start.
     """
     option = "sync.p2p.fabric = 'mooncake'"
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it tells on stderr what it found, at each start
     try:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:
