@@ -28,8 +28,19 @@ def weights(number: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(3, 4, generator=generator).bfloat16() for name in ("embed", "q", "k")}
 
 
-def receiver(name, receives_into=STAGING) -> FaultyReceiver:
-    return FaultyReceiver(MemoryReceiver(EngineId(name), weights(0), receives_into=receives_into))
+class Prefixed:
+    """The places of one engine in a script for all."""
+
+    def __init__(self, script, prefix) -> None:
+        self._script, self._prefix = script, prefix
+
+    async def reach(self, place) -> None:
+        await self._script.reach(self._prefix + place)
+
+
+def receiver(name, receives_into=STAGING, faults=None) -> FaultyReceiver:
+    places = Prefixed(faults or ScriptedFaults(), f"{name}/")
+    return FaultyReceiver(MemoryReceiver(EngineId(name), weights(0), places, receives_into))
 
 
 class Fleet:
@@ -37,7 +48,9 @@ class Fleet:
 
     def __init__(self, folder, *faults: Fault, min_engines: int = 1, live=()):
         self.faults = ScriptedFaults(*faults)
-        self.engines = {name: receiver(name, ReceivesInto.LIVE if name in live else STAGING) for name in (A, B, C)}
+        self.engines = {
+            name: receiver(name, ReceivesInto.LIVE if name in live else STAGING, self.faults) for name in (A, B, C)
+        }
         self.transport = SharedTransport(folder, memory_folder=folder)
         self.publisher = Publisher(
             list(self.engines.values()),
@@ -420,5 +433,163 @@ def test_a_long_chain_uses_two_shared_files(fleet, tmp_path):
                 with pytest.raises(PayloadError):
                     await fleet.publisher.publish(weights(99), number + 1, 1, InFlightMode.CONTINUE)
         assert len(list(tmp_path.iterdir())) == 2
+
+    run_scripted(scenario())
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (Wrong.MISCOUNTED, "says it received 71 bytes by moving 72; v1@1 has 72"),
+        (Wrong.MISDIGESTED, "digest 0000"),
+        (Wrong.MISNAMED, "committed v2@1 instead of v1@1"),
+    ],
+)
+def test_an_engine_that_reports_something_else_than_it_has_is_fenced(fleet, lie, said):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        fleet.engines[B].plan(lie)
+        report = await fleet.publish(1)
+        assert report.committed == (A, C)
+        assert said in report.fenced[B]
+
+    run_scripted(scenario())
+
+
+def test_an_engine_lost_between_stage_and_commit_is_fenced_and_replaced(fleet):
+    fleet = fleet()
+
+    async def scenario():
+        await fleet.publish(0)
+        fleet.engines[B].plan(Wrong.LOST)
+        report = await fleet.publish(1)
+        assert report.committed == (A, C)
+        assert "EngineDeadError" in report.fenced[B]
+        with pytest.raises(EngineError, match="cannot be restored"):
+            await fleet.publisher.restore(fleet.engines[B])
+        fleet.engines[B] = receiver(B)
+        await fleet.publisher.restore(fleet.engines[B])
+        assert fleet.publisher.serving == (A, B, C)
+        assert fleet.holds(B, 1)
+
+    run_scripted(scenario())
+
+
+def test_an_engine_that_says_a_transfer_broke_when_there_is_none_is_not_committed_unverified(fleet):
+    fleet = fleet(Fault(place="verify.before.b", kind=FaultKind.INTERRUPTED, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        report = await fleet.publish(1)
+        assert report.committed == (A, C)
+        assert fleet.publisher.fenced.keys() == {B}
+        assert fleet.holds(B, 0)
+
+    run_scripted(scenario())
+
+
+def test_one_engine_that_always_says_the_transfer_broke_cannot_stop_the_others(fleet):
+    fleet = fleet(*(Fault(place="stage.before.b", kind=FaultKind.INTERRUPTED, visit=visit) for visit in range(1, 9)))
+
+    async def scenario():
+        await fleet.publish(0)
+        report = await fleet.publish(1)
+        assert report.committed == (A, C)
+        assert set(report.fenced) == {B}
+
+    run_scripted(scenario())
+
+
+def test_a_transfer_that_breaks_for_all_twice_is_a_delivery_error_and_fences_nobody(fleet):
+    faults = [
+        Fault(place=f"stage.before.{name}", kind=FaultKind.INTERRUPTED, visit=each)
+        for name in (A, B, C)
+        for each in (1, 2)
+    ]
+    fleet = fleet(*faults, live=(B,))
+
+    async def scenario():
+        await fleet.publish(0)
+        with pytest.raises(DeliveryError, match=r"v1@1 broke twice"):
+            await fleet.publish(1)
+        assert fleet.publisher.serving == (A, B, C)
+        assert all(fleet.holds(engine, 0) for engine in (A, B, C))
+        assert (await fleet.publish(1)).committed == (A, B, C)
+
+    run_scripted(scenario())
+
+
+@pytest.mark.parametrize(
+    "place", ["stage.before.b", "stage.after.b", "b/receive.before", "verify.before.a", "offer.before"]
+)
+def test_a_live_engine_is_fenced_when_what_it_served_is_overwritten_and_the_publication_is_cancelled(fleet, place):
+    fleet = fleet(Fault(place=place, kind=FaultKind.HANG, visit=1), live=(B,))
+
+    async def scenario():
+        await fleet.publish(0)
+        task = asyncio.create_task(fleet.publish(1))
+        while fleet.faults.reached.count(place) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        whole = place in ("offer.before", "stage.before.b")
+        assert fleet.publisher.serving == ((A, B, C) if whole else (A, C))
+        assert fleet.holds(B, 0 if whole else None)
+        assert whole or "written over what it served" in fleet.publisher.fenced[B]
+        await fleet.publisher.restore(fleet.engines[B])
+        assert fleet.publisher.serving == (A, B, C)
+
+    run_scripted(scenario())
+
+
+def test_a_live_engine_reports_its_pause_from_the_first_byte_on(fleet):
+    fleet = fleet(live=(A, B, C))
+
+    async def scenario():
+        await fleet.publish(0)
+        report = await fleet.publish(1)
+        assert report.pause_s > report.verify_s
+
+    run_scripted(scenario())
+
+
+def test_two_engines_of_one_name_are_refused(tmp_path):
+    transport = SharedTransport(tmp_path, memory_folder=tmp_path)
+    with pytest.raises(ValueError, match="same name"):
+        Publisher([receiver(A), receiver(A)], transport, SyncConfig())
+    transport.close()
+
+
+def test_an_engine_restored_while_it_serves_is_out_of_service_until_it_is_proven(fleet):
+    fleet = fleet(Fault(place="verify.before.b", kind=FaultKind.DELAY, seconds=5.0, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        restoring = asyncio.create_task(fleet.publisher.restore(fleet.engines[B]))
+        await asyncio.sleep(1)
+        assert fleet.publisher.serving == (A, C)
+        await restoring
+        assert fleet.publisher.serving == (A, B, C)
+
+    run_scripted(scenario())
+
+
+def test_a_restoration_that_is_cancelled_leaves_the_engine_fenced(fleet):
+    fleet = fleet(Fault(place="verify.before.b", kind=FaultKind.HANG, visit=1))
+
+    async def scenario():
+        await fleet.publish(0)
+        restoring = asyncio.create_task(fleet.publisher.restore(fleet.engines[B]))
+        await asyncio.sleep(1)
+        restoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restoring
+        assert fleet.publisher.serving == (A, C)
+        await fleet.publisher.restore(fleet.engines[B])
+        assert fleet.publisher.serving == (A, B, C)
 
     run_scripted(scenario())
