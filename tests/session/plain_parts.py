@@ -7,7 +7,8 @@ from fathom.core.ports.engine import GenerateChunk, GenerateEnd
 from fathom.core.records.message import Message, Role
 from fathom.core.records.sampling import FinishReason, Purpose, SamplingParams
 from fathom.rollout.sampled import prompt_hash
-from fathom.rollout.session.session import Session, SessionPlan
+from fathom.rollout.session.plan import SessionPlan
+from fathom.rollout.session.session import Session
 from fathom.text.chat.deltas import TextDelta
 
 END = ord("$")

@@ -9,8 +9,7 @@ from plain_parts import Answers, session, text
 from fathom.core.errors import EngineError, RecordError
 from fathom.core.records.message import Message, Role
 from fathom.core.records.trajectory import TrajectoryStatus
-from fathom.rollout.session.call import TurnCall, TurnEnded
-from fathom.rollout.session.session import CallRefusedError
+from fathom.rollout.session.call import CallRefusedError, TurnCall, TurnEnded
 
 
 def user(content: str) -> Message:

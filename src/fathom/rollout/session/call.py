@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,47 @@ import numpy as np
 from fathom.core.records.message import Message, Tool
 from fathom.core.records.sampling import FinishReason, SamplingParams
 from fathom.text.chat.deltas import Delta
+
+
+class Refusal(StrEnum):
+    """Why a call is not answered."""
+
+    INVALID = "invalid_request"
+    """It contradicts itself, or the chat template refuses it. Sending it again changes nothing."""
+    UNSUPPORTED = "unsupported_parameter"
+    """It asks for what cannot be honoured. Sending it again changes nothing."""
+    TOO_LARGE = "request_too_large"
+    """Its body has more bytes than are read."""
+    UNKNOWN_PATH = "not_found"
+    """Nothing is served there."""
+    UNKNOWN_KEY = "invalid_api_key"
+    """Its key names no session."""
+    CONTEXT_FULL = "context_length_exceeded"
+    """The conversation leaves no room for an answer."""
+    NO_TURNS_LEFT = "max_turns_reached"
+    """The session has had its turns."""
+    NO_TOKENS_LEFT = "max_tokens_reached"
+    """The session has sampled its tokens."""
+    CONFLICT = "idempotency_conflict"
+    """Another call was sent with this idempotency key."""
+    ENDED = "session_ended"
+    """The session was closed."""
+    ENGINE_FAILED = "engine_failed"
+    """The engine failed; the call may be sent again."""
+    INTERNAL = "internal_error"
+    """Something broke here. The trajectory has failed."""
+
+
+class CallRefusedError(Exception):
+    """The call cannot be answered as asked; the session is as before.
+
+    `param` names what is wrong with the request, as the agent called it; empty: nothing in particular.
+    """
+
+    def __init__(self, kind: Refusal, reason: str, param: str = "") -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +69,19 @@ class TurnCall:
     """The distribution. None: the session's."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end the answer; not told to the agent."""
-    retry: str = ""
+    retry: str = field(default="", compare=False)
     """Calls with the same one are the same call, sent again. Empty: only an answer that nobody heard is given again."""
+    resent: bool = field(default=False, compare=False)
+    """The client says that it sent this call before. Then an answer that was sent is given again, too: it was lost on
+    its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnBegan:
+    """The first that is heard of an answer: the call was accepted."""
+
+    prompt_tokens: int
+    """Tokens of its context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +98,11 @@ class TurnEnded:
     """Of those, tokens whose keys and values were there already."""
     sampled_tokens: int
     """Tokens of it, the one that ends it included."""
+    by_stop_string: bool = False
+    """It ended because one of the call's stop strings was said."""
 
 
-Heard = Delta | TurnEnded
+Heard = TurnBegan | Delta | TurnEnded
 
 
 class Renderer(Protocol):

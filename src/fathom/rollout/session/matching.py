@@ -8,7 +8,7 @@ found is part of the record.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
@@ -50,13 +50,13 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._places: dict[Strictness, dict[bytes, int]] = {strictness: {} for strictness in Strictness}
-        self._chains = {strictness: _Chain(strictness) for strictness in Strictness}
+        self._chain = _Chain()
 
     def find(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match | None:
         """The longest prefix of `messages` that is known with these tools; of equal ones, the strictest reading."""
         best: Match | None = None
-        for strictness in Strictness:
-            known, chain = self._places[strictness], self._chains[strictness].of(messages, tools)
+        for strictness, chain in self._chain.of(messages, tools).items():
+            known = self._places[strictness]
             for count in range(len(messages), best.messages if best else 0, -1):
                 if (place := known.get(chain[count])) is not None:
                     best = Match(place=place, messages=count, strictness=strictness)
@@ -67,38 +67,47 @@ class Prefixes:
 
     def remember(self, messages: Sequence[Message], tools: Sequence[Tool], place: int) -> None:
         """From now on the whole of `messages` leads to `place`, and no longer to what it led to before."""
-        for strictness in Strictness:
-            self._places[strictness][self._chains[strictness].of(messages, tools)[-1]] = place
+        for strictness, chain in self._chain.of(messages, tools).items():
+            self._places[strictness][chain[-1]] = place
+
+    def identity(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Equal for equal conversations with equal tools."""
+        return self._chain.of(messages, tools)[Strictness.EXACT][-1]
 
 
 @final
 class _Chain:
     """Digests of all prefixes of the last conversation: of the next one only what is new is digested."""
 
-    def __init__(self, strictness: Strictness) -> None:
-        self._strictness = strictness
+    def __init__(self) -> None:
         self._tools: tuple[Tool, ...] = ()
         self._messages: list[Message] = []
-        self._digests: list[bytes] = [_digest(b"", msgspec.json.encode(()))]
+        self._digests = _first_digests(())
 
-    def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-        """One digest for each number of messages, from none to all."""
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[Strictness, list[bytes]]:
+        """For each reading, the strictest first, one digest for each number of messages, from none to all."""
         if tuple(tools) != self._tools:
             self._tools, self._messages = tuple(tools), []
-            self._digests = [_digest(b"", msgspec.json.encode(self._tools))]
-        same = sum(1 for _ in _equal(self._messages, messages))
-        del self._messages[same:], self._digests[same + 1 :]
-        for message in messages[same:]:
-            self._messages.append(message)
-            self._digests.append(_digest(self._digests[-1], _reading(message, self._strictness)))
+            self._digests = _first_digests(self._tools)
+        same = _equal(self._messages, messages)
+        for strictness, digests in self._digests.items():
+            del digests[same + 1 :]
+            for message in messages[same:]:
+                digests.append(_digest(digests[-1], _reading(message, strictness)))
+        self._messages = list(messages)  # these very objects: the next comparison with them looks at no text
         return self._digests
 
 
-def _equal(known: Sequence[Message], given: Sequence[Message]) -> Iterator[None]:
-    for one, other in zip(known, given, strict=False):
+def _first_digests(tools: tuple[Tool, ...]) -> dict[Strictness, list[bytes]]:
+    return {strictness: [_digest(b"", msgspec.json.encode(tools))] for strictness in Strictness}
+
+
+def _equal(known: Sequence[Message], given: Sequence[Message]) -> int:
+    """Messages at the beginning that are equal."""
+    for place, (one, other) in enumerate(zip(known, given, strict=False)):
         if one is not other and one != other:
-            return
-        yield None
+            return place
+    return min(len(known), len(given))
 
 
 def _digest(before: bytes, reading: bytes) -> bytes:

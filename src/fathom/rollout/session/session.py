@@ -10,24 +10,38 @@ since. What the engine says it executed is compared with it, at every turn and o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
-from fathom.core.errors import EngineError, NotAppendableError, RecordError
-from fathom.core.ids import PolicyVersion
+from fathom.core.errors import DataError, EngineError, NotAppendableError, RecordError
 from fathom.core.ports.engine import GenerateChunk, GenerateRequest
 from fathom.core.records.message import Message, Role
-from fathom.core.records.sampling import FinishReason, Purpose, SamplingParams
+from fathom.core.records.sampling import FinishReason
 from fathom.core.records.trajectory import TokenPayload, TrajectoryStatus
 from fathom.rollout.sampled import Sampled, sampled_from
-from fathom.rollout.session.call import Heard, Reader, Reads, Renderer, TurnCall, TurnEnded
+from fathom.rollout.session.answers import Answer, Answers
+from fathom.rollout.session.call import (
+    CallRefusedError,
+    Heard,
+    Reader,
+    Reads,
+    Refusal,
+    Renderer,
+    TurnBegan,
+    TurnCall,
+    TurnEnded,
+)
 from fathom.rollout.session.matching import Match, Prefixes, Strictness
+from fathom.rollout.session.meter import Meter
+from fathom.rollout.session.plan import Closed, SessionPlan
 from fathom.rollout.session.tree import SampledTurn, TokenTree
 
 Generate = Callable[[GenerateRequest], AsyncIterator[GenerateChunk]]
@@ -40,60 +54,6 @@ _STATUS = {
 }
 
 
-class CallRefusedError(Exception):
-    """The call cannot be answered as asked; the session is as before. `kind` is for the dialects."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionPlan:
-    """What a session is for, and what it may use."""
-
-    name: str
-    """Identity: the trajectory's."""
-    sampling: SamplingParams
-    """The distribution of calls that name none."""
-    max_new_tokens: int
-    """Sampled tokens of one turn at most."""
-    max_context_tokens: int
-    """Tokens of a context at most, what is sampled included."""
-    max_turns: int
-    """Turns at most."""
-    stop_ids: tuple[int, ...]
-    """Ids that end a turn."""
-    seed: int
-    """Fixes its random numbers, by turn."""
-    priority: int
-    """Smaller is served first."""
-    purpose: Purpose
-    """Rollout or evaluation."""
-    pinned: PolicyVersion | None = None
-    """Answer by exactly this version. None: whichever serves."""
-    want_routes: bool = False
-    """Record expert routes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """What a session leaves."""
-
-    payload: TokenPayload | None
-    """Its tokens. None: nothing was asked of the model."""
-    status: TrajectoryStatus
-    """How it ended, by the finish reason of the last turn and what was refused since."""
-    cause: str
-    """Why it was not completed. Empty: it was."""
-    matched: dict[Strictness, int]
-    """Calls that went on from a known history, by how that was found."""
-    rendered_whole: int
-    """Calls whose context had to be rendered as a whole though their history was known."""
-    messages: tuple[Message, ...]
-    """The conversation that ended last."""
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prompt:
@@ -102,224 +62,200 @@ class _Prompt:
     parent: int | None
     token_ids: np.ndarray
     messages: tuple[Message, ...]
-
-
-@final
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Answer:
-    """An answer on its way, for whoever hears it: also for a caller that comes back after it lost the line."""
-
-    call: TurnCall
-    heard: list[Heard] = field(default_factory=list)
-    failure: Exception | None = None
-    ended: bool = False
-    told: bool = False
-    listeners: int = 0
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Nobody has heard it to its end, and nobody listens."""
-        return not self.told and not self.listeners
-
-    def tell(self, *heard: Heard) -> None:
-        self.heard += heard
-        self._wake()
-
-    def end(self, failure: Exception | None = None) -> None:
-        self.failure, self.ended = failure, True
-        self._wake()
-
-    def _wake(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+    context: np.ndarray
+    match: Match | None
 
 
 @final
 class Session:
     """Answers calls, several at once if asked so. Used in one event loop."""
 
-    def __init__(self, plan: SessionPlan, generate: Generate, renderer: Renderer, reads: Reads) -> None:
-        """Nothing is asked yet."""
+    def __init__(
+        self,
+        plan: SessionPlan,
+        generate: Generate,
+        renderer: Renderer,
+        reads: Reads,
+        meter: Meter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is asked yet. `meter` counts the turns of many sessions; `clock` gives seconds."""
         self.plan = plan
         self._generate = generate
         self._renderer = renderer
         self._reads = reads
+        self._meter = meter or Meter(clock)
+        self._clock = clock
         self._tree = TokenTree()
         self._prefixes = Prefixes()
-        self._answers: list[_Answer] = []
-        self._retries: dict[str, _Answer] = {}
+        self._answers = Answers()
         self._matched: Counter[Strictness] = Counter()
         self._rendered_whole = 0
         self._started = 0
+        self._turns = 0
+        self._sampled_tokens = 0
+        self._used_s = clock()
         self._trouble: tuple[TrajectoryStatus, str] | None = None
-        self._closed = False
+        self._closed: Closed | None = None
+        self._closing = False
 
     @property
     def tokens(self) -> int:
         """Tokens that it keeps, each once."""
-        return sum(map(len, (self._tree.own_tokens(place) for place in range(len(self._tree)))))
+        return self._tree.tokens
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a turn was asked for or ended. 0 while one runs."""
+        return 0.0 if self._answers.running else self._clock() - self._used_s
 
     async def answer(self, call: TurnCall) -> AsyncIterator[Heard]:
-        """Stream the answer to a call; the last that is heard is a `TurnEnded`.
+        """Stream the answer to a call; the first that is heard is a `TurnBegan`, the last a `TurnEnded`.
 
         A call that is sent again, by its `retry` or because its answer was never heard to the end, is not sampled
-        again: whoever asks hears the same answer from its beginning. A caller that goes away does not end it.
+        again: whoever asks hears the same answer from its beginning. A caller that goes away does not end it. An answer
+        counts as heard once the iterator is asked for more after the `TurnEnded`.
 
         Raises:
             CallRefusedError: it cannot be answered as asked.
             EngineError: the engine failed; the call may be repeated.
+            RecordError: the engine's answer contradicts itself.
         """
-        answer = self._find(call) or self._begin(call)
-        position = 0
-        answer.listeners += 1
-        try:
-            while True:
-                news = answer.news
-                while position < len(answer.heard):
-                    yield answer.heard[position]
-                    position += 1
-                if answer.ended:
-                    break
-                await news.wait()
-        finally:
-            answer.listeners -= 1
-        answer.told = True
-        if answer.failure is not None:
-            raise answer.failure
+        key = self._key(call)
+        answer = self._answers.find(call, key) or self._begin(call, key)
+        async with aclosing(answer.listen()) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                yield part
 
-    async def close(self) -> Closed:
-        """End what runs, and hand over the record. Later calls are refused.
+    async def close(self, given_up: str = "") -> Closed:
+        """End what runs, and hand over the record. Later calls are refused. Closed twice, it is the same record.
+
+        Args:
+            given_up: why the trajectory is aborted whatever it did. Empty: it ended by itself.
 
         Raises:
             RecordError: a trained token would have another left context than the engine was sent.
         """
-        self._closed = True
-        running = [answer.task for answer in self._answers if answer.task is not None and not answer.ended]
-        for task in running:
+        self._closing = True
+        running = self._answers.running
+        tasks = [answer.task for answer in running if answer.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        payload = self._tree.payload() if len(self._tree) else None
-        if payload is not None:
-            _check_contexts(payload)
-        status, cause = self._how_it_ended(interrupted=bool(running))
-        end = self._tree.end
-        return Closed(
-            payload=payload,
-            status=status,
-            cause=cause,
-            matched=dict(self._matched),
-            rendered_whole=self._rendered_whole,
-            messages=() if end is None else self._tree.messages(end),
-        )
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._closed is None:
+            given_up = given_up or ("closed while it generated" if running else "")
+            self._closed = self._record(given_up)
+        return self._closed
 
     # One call -------------------------------------------------------------------------------------------------------
 
-    def _find(self, call: TurnCall) -> _Answer | None:
-        """The answer to this very call, sent before."""
-        if call.retry and (known := self._retries.get(call.retry)) is not None:
-            return known
-        return next((each for each in self._answers if each.is_lost and each.call == call), None)
+    def _key(self, call: TurnCall) -> bytes:
+        """Equal for equal calls."""
+        rest = msgspec.json.encode((call.max_new_tokens, call.sampling, call.stop_strings))
+        return blake3(self._prefixes.identity(call.messages, call.tools) + rest).digest()
 
-    def _begin(self, call: TurnCall) -> _Answer:
-        if self._closed:
-            raise CallRefusedError("session_ended", f"session {self.plan.name} has ended; nothing is sampled for it")
-        if self._started == self.plan.max_turns:
+    def _begin(self, call: TurnCall, key: bytes) -> Answer:
+        self._used_s = self._clock()
+        self._check_allowed(call)
+        try:
+            prompt = self._prompt(call)
+            reader = self._reads.reader(call.tools, call.stop_strings)
+        except DataError as error:
+            raise CallRefusedError(Refusal.INVALID, str(error), "messages") from error
+        except Exception as error:
+            self._trouble = (TrajectoryStatus.FAILED, f"render_error: {error!r}")
+            raise CallRefusedError(Refusal.INTERNAL, f"the conversation could not be rendered: {error!r}") from error
+        limit = self._limit(call, prompt)
+        if prompt.match is not None:
+            self._matched[prompt.match.strictness] += 1
+            self._rendered_whole += prompt.parent is None
+        answer = Answer(key)
+        self._answers.add(answer, call.retry)
+        answer.tell(TurnBegan(prompt_tokens=len(prompt.context)))
+        request = self._request(prompt.context, call, self._started, limit)
+        self._started += 1
+        self._meter.begin()
+        answer.task = asyncio.create_task(self._sample(answer, call, prompt, request, reader))
+        answer.task.add_done_callback(lambda _: self._after(answer))
+        return answer
+
+    def _check_allowed(self, call: TurnCall) -> None:
+        if self._closing:
+            raise CallRefusedError(Refusal.ENDED, f"session {self.plan.name} has ended; nothing is sampled for it")
+        if not call.messages:
+            raise CallRefusedError(Refusal.INVALID, "a conversation has at least one message", "messages")
+        if call.messages[-1].role is Role.ASSISTANT:
+            raise CallRefusedError(
+                Refusal.INVALID,
+                "the last message is the assistant's; an answer that goes on with given words is not sampled: end with "
+                "a message of the user or a tool",
+                "messages",
+            )
+        if call.max_new_tokens is not None and call.max_new_tokens < 1:
+            raise CallRefusedError(Refusal.INVALID, "at least one token must be allowed", "max_tokens")
+        running = self._answers.running
+        if self._turns + len(running) >= self.plan.max_turns:
             self._trouble = (TrajectoryStatus.TRUNCATED, "max_turns")
-            raise CallRefusedError("too_many_turns", f"the session has had its {self.plan.max_turns} turns")
-        prompt = self._prompt(call)
-        context = self._context(prompt)
-        room = self.plan.max_context_tokens - len(context)
+            raise CallRefusedError(Refusal.NO_TURNS_LEFT, f"the session has had its {self.plan.max_turns} turns")
+        if self._tokens_left < 1:
+            self._trouble = (TrajectoryStatus.TRUNCATED, "max_sampled_tokens")
+            raise CallRefusedError(
+                Refusal.NO_TOKENS_LEFT, f"the session has sampled its {self.plan.max_sampled_tokens} tokens"
+            )
+
+    @property
+    def _tokens_left(self) -> int:
+        """Tokens that may be sampled yet."""
+        if self.plan.max_sampled_tokens is None:
+            return self.plan.max_new_tokens
+        running = sum(answer.sampled_tokens for answer in self._answers.running)
+        return self.plan.max_sampled_tokens - self._sampled_tokens - running
+
+    def _limit(self, call: TurnCall, prompt: _Prompt) -> int:
+        """Tokens that may be sampled as the answer. Refused or not, the turn gone on from was not abandoned."""
+        room = self.plan.max_context_tokens - len(prompt.context)
+        if prompt.match is not None:
+            self._tree.extend(prompt.match.place)
         if room < 1:
             self._trouble = (TrajectoryStatus.TRUNCATED, FinishReason.CONTEXT.value)
             raise CallRefusedError(
-                "context_length_exceeded",
-                f"the conversation has {len(context)} tokens; with an answer at most "
-                f"{self.plan.max_context_tokens} are served",
+                Refusal.CONTEXT_FULL,
+                f"the conversation has {len(prompt.context)} tokens; this model's maximum context length is "
+                f"{self.plan.max_context_tokens} tokens, with the answer: shorten the messages",
+                "messages",
             )
-        limit = min(self.plan.max_new_tokens, room, call.max_new_tokens or self.plan.max_new_tokens)
-        answer = _Answer(call=call)
-        self._answers = [each for each in self._answers if not (each.ended and each.told)]
-        self._answers.append(answer)
-        if call.retry:
-            self._retries[call.retry] = answer
-        number, self._started = self._started, self._started + 1
-        answer.task = asyncio.create_task(self._sample(answer, prompt, context, number, limit))
-        return answer
+        return min(self.plan.max_new_tokens, room, self._tokens_left, call.max_new_tokens or room)
 
     def _prompt(self, call: TurnCall) -> _Prompt:
         match = self._prefixes.find(call.messages, call.tools)
-        prompt = self._go_on(call, match) if match is not None else None
-        if prompt is not None:
+        if match is not None and any(each.role is Role.ASSISTANT for each in call.messages[match.messages :]):
+            match = None  # the agent put words into the model's mouth
+        if match is not None and (prompt := self._go_on(call, match)) is not None:
             return prompt
-        token_ids = self._renderer.render(call.messages, call.tools)
-        return _Prompt(parent=None, token_ids=token_ids, messages=call.messages)
+        token_ids = _ids(self._renderer.render(call.messages, call.tools))
+        if not len(token_ids):
+            raise DataError("the conversation is empty; a model needs at least one token to go on from")
+        return _Prompt(parent=None, token_ids=token_ids, messages=call.messages, context=token_ids, match=match)
 
     def _go_on(self, call: TurnCall, match: Match) -> _Prompt | None:
-        """A prompt behind a known turn. None: the context has to be rendered as a whole."""
-        new = call.messages[match.messages :]
+        """A prompt behind a known turn. None: by the template the context has to be rendered as a whole."""
         turn = self._tree[match.place]
         assert isinstance(turn, SampledTurn), "only histories that end in a turn are remembered"
-        if not new or any(message.role is Role.ASSISTANT for message in new):
-            return None  # the agent put words into the model's mouth
-        self._matched[match.strictness] += 1
-        self._tree.extend(match.place)
-        sampled = turn.sampled.token_ids
+        sampled, new = turn.sampled.token_ids, call.messages[match.messages :]
         last = int(sampled[-1]) if len(sampled) else None
         try:
-            token_ids = self._renderer.extend(call.messages[: match.messages], new, call.tools, last)
+            token_ids = _ids(self._renderer.extend(call.messages[: match.messages], new, call.tools, last))
         except NotAppendableError:
-            self._rendered_whole += 1
             return None
-        return _Prompt(parent=match.place, token_ids=token_ids, messages=new)
+        context = np.concatenate([self._tree.context(match.place), token_ids], dtype=np.int32)
+        return _Prompt(parent=match.place, token_ids=token_ids, messages=new, context=context, match=match)
 
-    def _context(self, prompt: _Prompt) -> np.ndarray:
-        """int32 [P]: all that the engine is sent."""
-        if prompt.parent is None:
-            return prompt.token_ids
-        return np.concatenate([self._tree.context(prompt.parent), prompt.token_ids], dtype=np.int32)
-
-    async def _sample(self, answer: _Answer, prompt: _Prompt, context: np.ndarray, number: int, limit: int) -> None:
-        """Generate, tell, remember. Whatever goes wrong is told to whoever hears the answer."""
-        call = answer.call
-        sampling = call.sampling or self.plan.sampling
-        reader = self._reads.reader(call.tools, call.stop_strings)
-        try:
-            chunks = await self._stream(answer, reader, self._request(context, sampling, number, limit, call))
-            routed = self._tree.routed(prompt.parent)
-            sampled = sampled_from(context, chunks, sampling, routes=self.plan.want_routes, routed=routed)
-        except asyncio.CancelledError:
-            answer.end(CallRefusedError("session_ended", "the session was closed"))
-            raise
-        except (EngineError, RecordError) as error:
-            self._trouble = (TrajectoryStatus.FAILED, f"engine_error: {error}")
-            answer.end(error)
-            return
-        held_back, message = reader.end(sampled.end.finish_reason)
-        asked = self._tree.add_prompt(prompt.parent, prompt.token_ids, prompt.messages)
-        place = self._tree.add_turn(asked, sampled, message)
-        self._prefixes.remember((*call.messages, message), call.tools, place)
-        self._trouble = None
-        answer.tell(*held_back, _ended(message, sampled, len(context)))
-        answer.end()
-
-    async def _stream(self, answer: _Answer, reader: Reader, request: GenerateRequest) -> list[GenerateChunk]:
-        chunks: list[GenerateChunk] = []
-        async with aclosing(self._generate(request)) as stream:  # type: ignore[type-var]
-            async for chunk in stream:
-                chunks.append(chunk)
-                answer.tell(*reader.feed(chunk.token_ids.tolist()))
-        return chunks
-
-    def _request(
-        self, context: np.ndarray, sampling: SamplingParams, number: int, limit: int, call: TurnCall
-    ) -> GenerateRequest:
+    def _request(self, context: np.ndarray, call: TurnCall, number: int, limit: int) -> GenerateRequest:
         plan = self.plan
         return GenerateRequest(
             request_id=f"{plan.name}/t{number}",
             prompt_ids=context,
-            sampling=sampling,
+            sampling=call.sampling or plan.sampling,
             seed=_turn_seed(plan.seed, number),
             max_new_tokens=limit,
             stop_ids=plan.stop_ids,
@@ -331,27 +267,102 @@ class Session:
             want_routes=plan.want_routes,
         )
 
-    def _how_it_ended(self, *, interrupted: bool) -> tuple[TrajectoryStatus, str]:
-        if interrupted:
-            return TrajectoryStatus.ABORTED, "closed while it generated"
+    async def _sample(
+        self, answer: Answer, call: TurnCall, prompt: _Prompt, request: GenerateRequest, reader: Reader
+    ) -> None:
+        """Generate, tell, remember. Whatever goes wrong is told to whoever hears the answer."""
+        try:
+            chunks = await self._stream(answer, reader, request)
+            routed = self._tree.routed(prompt.parent)
+            sampled = sampled_from(prompt.context, chunks, request.sampling, routes=request.want_routes, routed=routed)
+            held_back, message = reader.end(sampled.end.finish_reason)
+        except (EngineError, RecordError) as error:
+            self._fail(answer, "engine_error", error)
+            return
+        except Exception as error:  # noqa: BLE001 - the boundary: a caller waits for it
+            broken = CallRefusedError(Refusal.INTERNAL, f"the answer could not be read: {error!r}")
+            broken.__cause__ = error
+            self._fail(answer, "read_error", broken)
+            return
+        asked = self._tree.add_prompt(prompt.parent, prompt.token_ids, prompt.messages)
+        place = self._tree.add_turn(asked, sampled, message)
+        self._prefixes.remember((*call.messages, message), call.tools, place)
+        self._trouble = None
+        self._turns += 1
+        self._sampled_tokens += len(sampled.token_ids)
+        ended = _ended(message, sampled, request)
+        answer.tell(*held_back, ended)
+        answer.end()
+        self._meter.end(ended)
+
+    async def _stream(self, answer: Answer, reader: Reader, request: GenerateRequest) -> list[GenerateChunk]:
+        chunks: list[GenerateChunk] = []
+        async with aclosing(self._generate(request)) as stream:  # type: ignore[type-var]
+            async for chunk in stream:
+                chunks.append(chunk)
+                answer.sampled_tokens += len(chunk.token_ids)
+                answer.tell(*reader.feed(chunk.token_ids.tolist()))
+        return chunks
+
+    def _fail(self, answer: Answer, cause: str, error: Exception) -> None:
+        self._trouble = (TrajectoryStatus.FAILED, f"{cause}: {error}")
+        self._answers.forget(answer)
+        answer.end(error)
+        self._meter.end(None)
+
+    def _after(self, answer: Answer) -> None:
+        """Its task is over. An answer that has no end yet was cancelled, perhaps before it began."""
+        self._used_s = self._clock()
+        if not answer.ended:
+            self._answers.forget(answer)
+            answer.end(CallRefusedError(Refusal.ENDED, f"session {self.plan.name} was closed"))
+            self._meter.end(None)
+
+    # The end --------------------------------------------------------------------------------------------------------
+
+    def _record(self, given_up: str) -> Closed:
+        payload = self._tree.payload() if len(self._tree) else None
+        if payload is not None:
+            _check_contexts(payload)
+        turns = [turn for place in self._tree.turns if isinstance(turn := self._tree[place], SampledTurn)]
+        reasons = tuple(turn.sampled.end.finish_reason for turn in turns)
+        status, cause = (TrajectoryStatus.ABORTED, given_up) if given_up else self._how_it_ended(reasons)
+        end = self._tree.end
+        return Closed(
+            payload=payload,
+            status=status,
+            cause=cause,
+            matched=dict(self._matched),
+            rendered_whole=self._rendered_whole,
+            messages=() if end is None else self._tree.messages(end),
+            finish_reasons=reasons,
+        )
+
+    def _how_it_ended(self, reasons: tuple[FinishReason, ...]) -> tuple[TrajectoryStatus, str]:
         if self._trouble is not None:
             return self._trouble
-        end = self._tree.end
-        if end is None:
+        if not reasons:
             return TrajectoryStatus.FAILED, "nothing was asked of the model"
-        turn = self._tree[end]
-        assert isinstance(turn, SampledTurn), "the end is a turn"
-        reason = turn.sampled.end.finish_reason
-        return _STATUS[reason], "" if reason is FinishReason.STOP else reason.value
+        return _STATUS[reasons[-1]], "" if reasons[-1] is FinishReason.STOP else reasons[-1].value
 
 
-def _ended(message: Message, sampled: Sampled, prompt_tokens: int) -> TurnEnded:
+def _ids(token_ids: np.ndarray) -> np.ndarray:
+    """int32 [N]: as rendered, or an error of ours."""
+    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+        raise TypeError(f"a renderer gives int32 [N], not {token_ids.dtype} {list(token_ids.shape)}")
+    return token_ids
+
+
+def _ended(message: Message, sampled: Sampled, request: GenerateRequest) -> TurnEnded:
+    reason, token_ids = sampled.end.finish_reason, sampled.token_ids
+    by_id = len(token_ids) > 0 and int(token_ids[-1]) in request.stop_ids
     return TurnEnded(
         message=message,
-        finish_reason=sampled.end.finish_reason,
-        prompt_tokens=prompt_tokens,
+        finish_reason=reason,
+        prompt_tokens=len(request.prompt_ids),
         cached_tokens=sampled.end.cached_tokens,
-        sampled_tokens=len(sampled.token_ids),
+        sampled_tokens=len(token_ids),
+        by_stop_string=reason is FinishReason.STOP and bool(request.stop_strings) and not by_id,
     )
 
 

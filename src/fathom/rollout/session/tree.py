@@ -64,6 +64,8 @@ class TokenTree:
         self._nodes: list[Node] = []
         self._prompts: dict[int | None, list[int]] = {}
         self._extended: set[int] = set()
+        self.tokens = 0
+        """Tokens of all nodes, each once."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -158,6 +160,7 @@ class TokenTree:
 
     def _add(self, node: Node) -> int:
         self._nodes.append(node)
+        self.tokens += len(_token_ids(node))
         return len(self._nodes) - 1
 
     def _path(self, place: int) -> Iterator[tuple[int, Node]]:

@@ -1,0 +1,158 @@
+"""Answers on their way and given: who hears them, and which of them a call that is sent again is given.
+
+retry key known ─────────────────────────> that answer
+equal call, its answer never heard whole > that answer, from its beginning
+equal call, and the client says "resent" > the last one, also if it was sent: it was lost on its way
+anything else ───────────────────────────> a new one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import final
+
+from fathom.core.records.message import Message
+from fathom.core.records.sampling import FinishReason
+from fathom.rollout.session.call import CallRefusedError, Heard, Refusal, TurnBegan, TurnCall, TurnEnded
+from fathom.text.chat.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallBegun
+
+
+@final
+class Answer:
+    """One answer, for whoever hears it: also for a caller that comes back after it lost the line."""
+
+    def __init__(self, key: bytes) -> None:
+        """`key`: identity of the call."""
+        self.key = key
+        self.task: asyncio.Task[None] | None = None
+        """What samples it."""
+        self.sampled_tokens = 0
+        """Tokens sampled until now."""
+        self._parts: list[Heard] = []
+        self._failure: Exception | None = None
+        self._ended = False
+        self._told = False
+        self._listeners = 0
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be told."""
+        return self._ended
+
+    @property
+    def is_good(self) -> bool:
+        """It may be given to a call that is sent again: it runs, or ended well."""
+        last = self._parts[-1] if self._ended and self._parts else None
+        aborted = isinstance(last, TurnEnded) and last.finish_reason is FinishReason.ABORTED
+        return self._failure is None and not aborted
+
+    @property
+    def is_lost(self) -> bool:
+        """Nobody has heard it to its end, and nobody listens."""
+        return not self._told and not self._listeners
+
+    def tell(self, *parts: Heard) -> None:
+        """More of it."""
+        if parts:
+            self._parts += parts
+            self._wake()
+
+    def end(self, failure: Exception | None = None) -> None:
+        """All was told, or it has failed."""
+        self._failure, self._ended = failure, True
+        self._shrink()
+        self._wake()
+
+    async def listen(self) -> AsyncIterator[Heard]:
+        """From its beginning to its end. It counts as heard once the iterator is asked for more after the end.
+
+        Raises:
+            Exception: the failure that it ended with.
+        """
+        position = 0
+        self._listeners += 1
+        try:
+            while True:
+                news = self._news
+                while position < len(self._parts):
+                    yield self._parts[position]
+                    position += 1
+                if self._ended:
+                    break
+                await news.wait()
+            self._told = True
+        finally:
+            self._listeners -= 1
+            self._shrink()
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _shrink(self) -> None:
+        """An answer that waits for nobody is kept as its message, which the tree keeps as well."""
+        if not self._ended or self._listeners or self._failure is not None:
+            return
+        ended = self._parts[-1]
+        assert isinstance(ended, TurnEnded), "an answer that did not fail has its end"
+        self._parts = [TurnBegan(prompt_tokens=ended.prompt_tokens), *_deltas(ended.message), ended]
+
+
+@final
+class Answers:
+    """Of one session. Failed ones are forgotten: a call that is sent again after a failure is sampled."""
+
+    def __init__(self) -> None:
+        self._by_call: dict[bytes, list[Answer]] = {}
+        self._by_retry: dict[str, Answer] = {}
+
+    def find(self, call: TurnCall, key: bytes) -> Answer | None:
+        """The answer to this very call, sent before. None: it is new.
+
+        Raises:
+            CallRefusedError: another call was sent with its retry key.
+        """
+        if call.retry:
+            known = self._by_retry.get(call.retry)
+            if known is not None and known.key != key:
+                raise CallRefusedError(
+                    Refusal.CONFLICT,
+                    "another call was sent with this idempotency key; send each call with a key of its own",
+                )
+            return known if known is not None and known.is_good else None
+        equal = [answer for answer in self._by_call.get(key, ()) if answer.is_good]
+        lost = [answer for answer in equal if answer.is_lost]
+        if lost:
+            return lost[0]
+        return equal[-1] if equal and call.resent else None
+
+    def add(self, answer: Answer, retry: str) -> None:
+        """A new one. `retry`: the retry key of its call, or empty."""
+        self._by_call.setdefault(answer.key, []).append(answer)
+        if retry:
+            self._by_retry[retry] = answer
+
+    def forget(self, answer: Answer) -> None:
+        """It has failed."""
+        self._by_call[answer.key].remove(answer)
+        self._by_retry = {retry: each for retry, each in self._by_retry.items() if each is not answer}
+
+    @property
+    def running(self) -> tuple[Answer, ...]:
+        """Those that are still sampled."""
+        return tuple(answer for equal in self._by_call.values() for answer in equal if not answer.ended)
+
+
+def _deltas(message: Message) -> Iterator[Heard]:
+    if message.reasoning:
+        yield ReasoningDelta(message.reasoning)
+    if message.content:
+        yield TextDelta(message.content)
+    for index, call in enumerate(message.tool_calls):
+        yield ToolCallBegun(index, call.id, call.name)
+        if call.arguments:
+            yield ToolArgumentsDelta(index, call.arguments)
