@@ -51,6 +51,9 @@ class Tokenizer:
         self.special = special
         self.template = template
         """The chat template's source. None: there is none."""
+        added = core.get_added_tokens_decoder()
+        self.special_ids = {token_id: str(token.content) for token_id, token in added.items() if token.special}
+        """Text by id of the special tokens: `decode` leaves them out."""
         self.digest = blake3(core.to_str().encode()).hexdigest()
         """BLAKE3 (hex) of the tokenizer's own serialisation."""
 

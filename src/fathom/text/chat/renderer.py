@@ -1,16 +1,4 @@
-"""Messages to token ids, by the model's own template; and what goes behind a sampled answer, found by probing it.
-
-A template writes a conversation as a whole, but what was sampled is never written again. So what was said since is
-written in a made-up conversation that ends in a made-up answer, and what the template puts behind that answer is what
-belongs behind the real one:
-
-    made up:   system, user "?", answer MARK, then the new messages, opened for the next answer
-    written:   ...<|im_start|>assistant\nMARK<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
-    appended:                                ^^^^^^^^^^ left out where it was sampled, and all that follows
-
-Behind a call of a tool the template closes the call first, which the model has sampled itself. That closing is what the
-text behind MARK has more than the text behind an answer in plain words.
-"""
+"""Messages to token ids, by the model's own template; and what goes behind a sampled answer, found by probing it."""
 
 from __future__ import annotations
 
@@ -20,14 +8,12 @@ from typing import final
 import numpy as np
 
 from fathom.core.errors import ConfigError, DataError, NotAppendableError
-from fathom.core.records.message import Message, Role, Tool, ToolCall
+from fathom.core.records.message import Message, Tool
+from fathom.text.chat.behind import Behind
+from fathom.text.chat.properties import TemplateProperties, probe
 from fathom.text.chat.template_text import TemplateText
+from fathom.text.chat.uses import use_of
 from fathom.text.tokenizer import Tokenizer
-
-MARK = "fathomanswer"
-"""A made-up answer, of plain letters: no template alters it."""
-_QUESTION = Message(role=Role.USER, content="?")
-_NEXT = Message(role=Role.USER, content="fathomnext")
 
 
 @final
@@ -35,12 +21,14 @@ class TurnRenderer:
     """Renders conversations, whole or what is new of them. Letters: P prompt tokens, R tokens appended."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError when the tokenizer has no chat template, or one that does not compile."""
+        """Raises ConfigError when the tokenizer has no chat template, or one that cannot write a conversation."""
         if tokenizer.template is None:
             raise ConfigError("the model folder has no chat template; agents need one: choose an instruct model")
         self._tokenizer = tokenizer
         self._text = TemplateText(tokenizer.template, tokenizer.special.texts)
-        self._closings: dict[int, str] = {}
+        self._behind = _behind(self._text, tokenizer)
+        self.properties: TemplateProperties = probe(self._text, self._behind, tokenizer)
+        """What was found out about the template."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         """int32 [P], P at least 1: a whole conversation, opened for the assistant's answer.
@@ -58,9 +46,12 @@ class TurnRenderer:
     ) -> np.ndarray:
         """int32 [R]: what goes behind a sampled answer, so that the model may answer again.
 
+        With what was rendered and sampled before, it is what a full render gives, but for how the answer was written:
+        sampled ids stay as they are, also the one that ended it, in whose place another may be written.
+
         Args:
-            before: the conversation, the sampled answer being its last message.
-            new: what was said since; no assistant.
+            before: the conversation, the sampled answer being its last message, with what was thought.
+            new: what was said since, at least one message; no assistant.
             tools: as in `render`.
             last_token: the last sampled id. None: nothing was sampled.
 
@@ -68,90 +59,37 @@ class TurnRenderer:
             NotAppendableError: by this template the conversation can only be rendered as a whole.
             DataError: the template refuses it.
         """
-        ids = self._tokenizer.encode(self._behind(before, new, tools))
-        if ids and last_token is not None and self._ends(last_token, ids[0]):
-            del ids[0]
-        return np.array(ids, dtype=np.int32)
+        behind = self._behind
+        if behind is None:
+            raise NotAppendableError("the chat template does not write an answer behind a question")
+        for use in use_of(before, new):
+            reason = self.properties.uses[use]
+            if reason:
+                raise NotAppendableError(f"{reason} ({use.value})")
+        tail = behind.tail(before, new, tools)
+        ids = self._tokenizer.encode(tail.text)
+        return np.array(ids[self._sampled(ids, tail.end_tokens, last_token) :], dtype=np.int32)
 
-    def turn_end(self) -> str:
-        """What the template puts behind an answer whatever comes next. May be empty: the next message ends it."""
-        plain = self._after_mark([_QUESTION, _answer(()), _NEXT], ())
-        alone = _after(self._text.write([_QUESTION, _answer(())], (), opened=False))
-        return _common_prefix(plain, alone)
-
-    def _ends(self, last_token: int, first: int) -> bool:
-        """What was sampled last is what the template would write first, or ended the turn in its place."""
-        if last_token == first:
-            return True
-        end = self._tokenizer.encode(self.turn_end())[:1]
-        return end == [first] and last_token in self._tokenizer.special.stop_ids
-
-    def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
-        system = [message for message in before[:1] if message.role is Role.SYSTEM]
-        answers = [message for message in new if message.role is Role.TOOL]
-        called = _calls(before[-1], answers) if new[0].role is Role.TOOL else ()
-        for calls in (called, called[-1:]):  # some templates write one call only
-            try:
-                behind = self._after_mark([*system, _QUESTION, _answer(calls), *new], tools)
-                closing = self._closing(len(calls)) if calls else ""
-            except DataError:
-                if len(calls) < 2:
-                    raise
-                continue
-            if not behind.startswith(closing):
-                raise NotAppendableError("the chat template closes a tool call in another way when its result follows")
-            return behind[len(closing) :]
-        raise AssertionError("one of both was tried")
-
-    def _closing(self, calls: int) -> str:
-        """What the template writes behind the arguments of the last call and the model has to sample itself."""
-        if calls not in self._closings:
-            made = tuple(ToolCall(id=f"call{n:05}", name="probe", arguments="{}") for n in range(calls))
-            called = self._after_mark([_QUESTION, _answer(made), _NEXT], ())
-            plain = self._after_mark([_QUESTION, _answer(()), _NEXT], ())
-            self._closings[calls] = self._cut(called, plain)
-        return self._closings[calls]
-
-    def _cut(self, called: str, plain: str) -> str:
-        if called.endswith(plain):
-            return called.removesuffix(plain)
-        for token_id in self._tokenizer.encode(called):  # the turn of a call may have an end of its own
-            text = self._tokenizer.decode_token(token_id)
-            if token_id in self._tokenizer.special.stop_ids and text in called:
-                return called.partition(text)[0]
-        raise NotAppendableError("where a turn ends that calls a tool cannot be told from the chat template")
-
-    def _after_mark(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return _after(self._text.write(messages, tools, opened=True))
+    def _sampled(self, ids: Sequence[int], end_tokens: int, last_token: int | None) -> int:
+        """How many of `ids` were sampled already, or another in their place."""
+        stops = self._tokenizer.special.stop_ids
+        if last_token is None or not ids:
+            return 0
+        if end_tokens:
+            return end_tokens if last_token in stops or last_token == ids[end_tokens - 1] else 0
+        if last_token == ids[0]:
+            return 1
+        if last_token in self.properties.openers and last_token in stops:
+            opened = self._tokenizer.decode_token(last_token)
+            raise NotAppendableError(
+                f"the answer ended with {opened}, which opens another turn than the one that follows"
+            )
+        return 0
 
 
-def _answer(calls: Sequence[ToolCall]) -> Message:
-    """A made-up answer that ends in MARK: in words, or as the last argument of its last call."""
-    if not calls:
-        return Message(role=Role.ASSISTANT, content=MARK)
-    marked = tuple(ToolCall(id=call.id, name=call.name, arguments=f'{{"key": "{MARK}"}}') for call in calls)
-    return Message(role=Role.ASSISTANT, content="", tool_calls=marked)
-
-
-def _calls(sampled: Message, answers: Sequence[Message]) -> tuple[ToolCall, ...]:
-    """The calls that these results answer; where the agent answers one that was never made, one is made up."""
-    made = {call.id: call for call in sampled.tool_calls}
-    unnamed = iter(sampled.tool_calls)
-    found: list[ToolCall] = []
-    for number, answer in enumerate(answers):
-        call = made.get(answer.tool_call_id) or next(unnamed, None)
-        name = answer.name or (call.name if call is not None else "tool")
-        found.append(ToolCall(id=answer.tool_call_id or f"call{number:05}", name=name, arguments="{}"))
-    return tuple(found)
-
-
-def _after(text: str) -> str:
-    _, mark, after = text.rpartition(MARK)
-    if not mark:
-        raise NotAppendableError("the chat template leaves out earlier answers")
-    return after
-
-
-def _common_prefix(one: str, other: str) -> str:
-    length = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]
+def _behind(text: TemplateText, tokenizer: Tokenizer) -> Behind | None:
+    """None: nothing can be appended with this template."""
+    try:
+        return Behind(text, tokenizer)
+    except (DataError, NotAppendableError):
+        return None
