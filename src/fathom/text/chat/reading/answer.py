@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from fathom.text.chat.reading.calls import CallReader, Event, Spoken, find_first, held, may_begin
-from fathom.text.chat.reading.parts import Part, Thought
+from fathom.text.chat.reading.calls import CallReader, Part, Spoken, Thought, find_first, held, may_begin
 from fathom.text.chat.reading.written import ThoughtsWritten
 
 
@@ -35,23 +34,23 @@ class MarkedAnswer:
         self._new_call = new_call
         self._call: CallReader | None = None
         self._text = ""
-        self._state: Callable[[bool], list[Event | Part]] = self._lead
+        self._state: Callable[[bool], list[Part]] = self._lead
         if thoughts is None:
             self._state = self._begin
         elif thoughts.opened_by_prompt:
             self._state = self._thought_begin
 
-    def feed(self, text: str) -> list[Event | Part]:
+    def feed(self, text: str) -> list[Part]:
         """Read on."""
         self._text += text
         return self._run(final=False)
 
-    def end(self) -> list[Event | Part]:
+    def end(self) -> list[Part]:
         """What was held back."""
         return self._run(final=True)
 
-    def _run(self, *, final: bool) -> list[Event | Part]:
-        events: list[Event | Part] = []
+    def _run(self, *, final: bool) -> list[Part]:
+        events: list[Part] = []
         while self._text or (final and self._call is not None):
             before, state = self._text, self._state
             events += state(final)
@@ -61,7 +60,7 @@ class MarkedAnswer:
 
     # Thoughts -----------------------------------------------------------------------------------------------------
 
-    def _lead(self, final: bool) -> list[Event | Part]:
+    def _lead(self, final: bool) -> list[Part]:
         assert self._thoughts is not None
         front = self._text.lstrip()
         if front.startswith(self._thoughts.opens):
@@ -70,13 +69,13 @@ class MarkedAnswer:
             self._state = self._begin
         return []
 
-    def _thought_begin(self, final: bool) -> list[Event | Part]:
+    def _thought_begin(self, final: bool) -> list[Part]:
         self._text = self._text.lstrip("\n")
         if self._text:
             self._state = self._thought
         return []
 
-    def _thought(self, final: bool) -> list[Event | Part]:
+    def _thought(self, final: bool) -> list[Part]:
         assert self._thoughts is not None
         thought, mark, rest = self._text.partition(self._thoughts.closes)
         if mark:
@@ -87,7 +86,7 @@ class MarkedAnswer:
         self._text = thought[ready:]
         return _thought(thought[:ready])
 
-    def _thought_end(self, final: bool) -> list[Event | Part]:
+    def _thought_end(self, final: bool) -> list[Part]:
         self._text = self._text.lstrip("\n")
         if self._text:
             self._state = self._begin
@@ -95,7 +94,7 @@ class MarkedAnswer:
 
     # Words and calls ----------------------------------------------------------------------------------------------
 
-    def _begin(self, final: bool) -> list[Event | Part]:
+    def _begin(self, final: bool) -> list[Part]:
         if self._new_call is None or self._opens:
             self._state = self._words
         elif front := self._text.lstrip():
@@ -107,7 +106,7 @@ class MarkedAnswer:
             self._state = self._words
         return []
 
-    def _words(self, final: bool) -> list[Event | Part]:
+    def _words(self, final: bool) -> list[Part]:
         text = self._text
         if self._new_call is None or not self._opens:
             self._text = ""
@@ -124,7 +123,7 @@ class MarkedAnswer:
         assert self._new_call is not None
         self._text, self._call, self._state = text, self._new_call(), self._within
 
-    def _within(self, final: bool) -> list[Event | Part]:
+    def _within(self, final: bool) -> list[Part]:
         assert self._call is not None
         step = self._call.step(self._text, final=final)
         self._text = step.rest
@@ -134,7 +133,7 @@ class MarkedAnswer:
             self._state = self._words if failed else self._behind
         return [event for event in step.events if not isinstance(event, Spoken) or event.text]
 
-    def _behind(self, final: bool) -> list[Event | Part]:
+    def _behind(self, final: bool) -> list[Part]:
         """Behind a call: whitespace, another call, words."""
         front = self._text.lstrip()
         if self._between and front.startswith(self._between):
@@ -150,9 +149,9 @@ class MarkedAnswer:
         return []
 
 
-def _thought(text: str) -> list[Event | Part]:
+def _thought(text: str) -> list[Part]:
     return [Thought(text)] if text else []
 
 
-def _spoken(text: str) -> list[Event | Part]:
+def _spoken(text: str) -> list[Part]:
     return [Spoken(text)] if text else []

@@ -1,4 +1,4 @@
-"""What the readers of single calls have in common: text in, events out, undecided text handed back."""
+"""What readers of answers and of single calls have in common: text in, events out, undecided text handed back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,19 @@ class Spoken:
     """As it was sampled, its marks included; may be empty."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """More of what is thought. Never part of a call."""
+
+    text: str
+    """At least one character."""
+
+
 Event = Named | Written | Spoken
+"""What may come of a call."""
+Part = Event | Thought
+"""What an answer is made of."""
 
 
 @final

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from typing import final
 
-from fathom.text.chat.reading.calls import Event, Named, Spoken, Written, find_first, held
-from fathom.text.chat.reading.parts import Part, Thought
+from fathom.text.chat.reading.calls import Named, Part, Spoken, Thought, Written, find_first, held
 from fathom.text.chat.reading.written import ChannelCalls
 
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
@@ -22,19 +21,19 @@ class ChannelAnswer:
         self._written = written
         self._calls = calls
         self._text = ""
-        self._tell: Callable[[str], Event | Part] | None = None
+        self._tell: Callable[[str], Part] | None = None
 
-    def feed(self, text: str) -> list[Event | Part]:
+    def feed(self, text: str) -> list[Part]:
         """Read on."""
         self._text += text
         return self._run(final=False)
 
-    def end(self) -> list[Event | Part]:
+    def end(self) -> list[Part]:
         """What was held back."""
         return self._run(final=True)
 
-    def _run(self, *, final: bool) -> list[Event | Part]:
-        events: list[Event | Part] = []
+    def _run(self, *, final: bool) -> list[Part]:
+        events: list[Part] = []
         while self._text:
             before = self._text
             events += self._header(final) if self._tell is None else self._body(final)
@@ -42,7 +41,7 @@ class ChannelAnswer:
                 break
         return events
 
-    def _header(self, final: bool) -> list[Event | Part]:
+    def _header(self, final: bool) -> list[Part]:
         header, mark, body = self._text.partition(self._written.message)
         if not mark:
             if not final:
@@ -59,7 +58,7 @@ class ChannelAnswer:
         self._tell = Thought if channel.startswith("analysis") and recipient is None else Spoken
         return []
 
-    def _body(self, final: bool) -> list[Event | Part]:
+    def _body(self, final: bool) -> list[Part]:
         assert self._tell is not None
         tell = self._tell
         marks = [*self._written.ends, self._written.start]

@@ -12,11 +12,10 @@ from fathom.core.records.message import Message, Role, Tool, ToolCall
 from fathom.core.records.sampling import FinishReason
 from fathom.text.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallBegun
 from fathom.text.chat.reading.answer import MarkedAnswer
-from fathom.text.chat.reading.calls import CallReader, Event, Named, Spoken, Written
+from fathom.text.chat.reading.calls import CallReader, Named, Part, Spoken, Thought, Written
 from fathom.text.chat.reading.channels import ChannelAnswer
 from fathom.text.chat.reading.json_call import JsonCall
 from fathom.text.chat.reading.marked_call import MarkedCall
-from fathom.text.chat.reading.parts import Part, Thought
 from fathom.text.chat.reading.spelling import Spelling
 from fathom.text.chat.reading.stops import Stops
 from fathom.text.chat.reading.tagged_call import TaggedCall
@@ -36,9 +35,9 @@ _ID_LENGTH = 9
 
 
 class _Answer(Protocol):
-    def feed(self, text: str) -> list[Event | Part]: ...
+    def feed(self, text: str) -> list[Part]: ...
 
-    def end(self) -> list[Event | Part]: ...
+    def end(self) -> list[Part]: ...
 
 
 @final
@@ -136,7 +135,7 @@ class TurnReader:
         )
         return deltas, message
 
-    def _told(self, event: Event | Part) -> Delta:
+    def _told(self, event: Part) -> Delta:
         match event:
             case Spoken(text):
                 self._content.append(text)
