@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import multiprocessing
-import os
-import pickle
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnProcess
 from typing import Self, final
 
 from fathom.core.errors import ConfigError, GraderDeadError, RecordError
 from fathom.core.ports.environment import Environment, Task
 from fathom.core.records.trajectory import Graded, Reward, Ungraded
 from fathom.core.wire import FrameReader, frame
-from fathom.envs.grading.nursery import READY, GradeRequest, keep
+from fathom.envs.grading.worker import GradeRequest, serve
+from fathom.envs.nursery import Nursery
 
 _READ_BYTES = 1 << 16
-_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
     """Our end of one worker."""
 
-    slot: int
+    number: int
     line: socket.socket
     rewards: FrameReader = field(default_factory=lambda: FrameReader(Graded | Ungraded))
 
@@ -72,14 +67,10 @@ class Grader:
         """
         if not 1 <= workers <= 256:
             raise ConfigError(f"task.grader_workers must be from 1 to 256, got {workers}")
-        self._environment = environment
+        self._nursery = Nursery(environment, serve, memory_bytes=memory_bytes, start_timeout_s=start_timeout_s)
         self._workers = workers
         self._timeout_s = timeout_s
-        self._memory_bytes = memory_bytes
-        self._start_timeout_s = start_timeout_s
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._control: socket.socket | None = None
-        self._nursery: SpawnProcess | None = None
 
     async def __aenter__(self) -> Self:
         """Start; a failed start leaves nothing behind."""
@@ -96,33 +87,12 @@ class Grader:
     async def start(self) -> None:
         """Start, and wait until the environment is warm; workers are forked from there. Call it before torch loads.
 
-        The workers live as long as the thread that calls this, at most.
-
         Raises:
             ConfigError: the environment cannot be sent to another process, or cannot be loaded there.
         """
-        try:
-            payload = pickle.dumps(self._environment)
-        except Exception as error:  # pickle raises anything, depending on what it met
-            raise ConfigError(
-                f"the environment cannot be sent to a grader process: {error}. Define its class in a module and keep "
-                "open files, locks and lambdas out of its attributes"
-            ) from error
-        self._control, theirs = socket.socketpair()
-        self._control.setblocking(False)
-        with theirs:
-            self._nursery = multiprocessing.get_context("spawn").Process(
-                target=keep,
-                args=(theirs, payload, os.getpid(), self._memory_bytes),
-                name="fathom-graders",
-                daemon=True,
-            )
-            # On this thread, not in an executor: the kernel kills the nursery when the thread that started it ends.
-            self._nursery.start()
-        atexit.register(self._control.close)  # runs before multiprocessing's own, which waits for its children
-        await self._wait_until_ready(self._control, self._nursery)
-        for slot in range(self._workers):
-            self._put_fresh_worker(self._control, slot)
+        await self._nursery.start()
+        for _ in range(self._workers):
+            self._put_fresh_worker()
 
     async def grade(self, task: Task, answer: str) -> Reward:
         """Grade one answer, between `start` and `close`. Answers wait for a free worker in order of arrival.
@@ -157,54 +127,25 @@ class Grader:
 
     async def close(self) -> None:
         """End all workers, busy or not, and wait until they are gone. Safe to call twice."""
-        if self._control is not None:
-            atexit.unregister(self._control.close)
-            self._control.close()
-            self._control = None
-        if self._nursery is not None:
-            await asyncio.to_thread(self._nursery.join, _CLOSE_S)
-            self._nursery.kill()
-            self._nursery.join()
-            self._nursery = None
+        await self._nursery.close()
         for _ in range(self._idle.qsize()):  # kept, so that a late caller gets an answer instead of waiting
             worker = self._idle.get_nowait()
             worker.line.close()
             self._idle.put_nowait(worker)
 
-    async def _wait_until_ready(self, control: socket.socket, nursery: SpawnProcess) -> None:
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                answer = await asyncio.get_running_loop().sock_recv(control, _READ_BYTES)
-        except TimeoutError:
-            raise ConfigError(
-                f"the environment was not loaded in a grader process within {self._start_timeout_s:g} s; make its "
-                "module and its pickled form lighter"
-            ) from None
-        if not answer:
-            await asyncio.to_thread(nursery.join, _CLOSE_S)
-            raise ConfigError(
-                f"the grader process ended while it started (exit code {nursery.exitcode}); see its output above. A "
-                "script that starts a run needs `if __name__ == '__main__':` around it"
-            )
-        if answer != READY:
-            raise ConfigError(f"the environment cannot be loaded in a grader process: {answer.decode()}")
-
     def _replace(self, worker: _Worker) -> None:
         worker.line.close()
-        if self._control is None:
+        if not self._nursery.is_open:
             self._idle.put_nowait(worker)
-        else:
-            self._put_fresh_worker(self._control, worker.slot)
+            return
+        try:
+            self._nursery.end(worker.number)
+            self._put_fresh_worker()
+        except GraderDeadError:
+            self._idle.put_nowait(worker)  # whoever asks it learns the same
+            raise
 
-    def _put_fresh_worker(self, control: socket.socket, slot: int) -> None:
-        """Order a worker for `slot`. It can be asked at once: requests wait in its socket until it is there."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._idle.put_nowait(_Worker(slot=slot, line=ours))  # also if the order fails: whoever asks it learns the same
-        with theirs:
-            try:
-                socket.send_fds(control, [bytes([slot])], [theirs.fileno()])
-            except OSError as error:
-                raise GraderDeadError(
-                    "the process that keeps the graders has ended (was it killed for memory?); resume the run"
-                ) from error
+    def _put_fresh_worker(self) -> None:
+        """It can be asked at once: requests wait in its socket until it is there."""
+        number, line = self._nursery.begin()
+        self._idle.put_nowait(_Worker(number=number, line=line))
