@@ -79,7 +79,9 @@ def test_a_short_run_publishes_every_step(vllm_environment: Path, tmp_path: Path
         },
         "rollout": {"group_size": 4, "max_in_flight": 32, "max_new_tokens": 6, "max_prompt_tokens": 16},
         "engine": {"kind": "vllm", "max_running": 32, "vllm": {"environment": str(vllm_environment)}},
-        "trainer": {"steps": 4, "groups_per_step": 4, "optimizer": {"lr": 1e-3}},
+        "sync": {"transport": "broadcast"},
+        # An untrained model earns nothing: decay moves its weights all the same.
+        "trainer": {"steps": 4, "groups_per_step": 4, "optimizer": {"lr": 1e-3, "weight_decay": 1.0}},
     }
     run = Run(RunConfig.model_validate(config))
     result = run.start()
@@ -88,6 +90,7 @@ def test_a_short_run_publishes_every_step(vllm_environment: Path, tmp_path: Path
         published = [each.event for each in reader.events(Published)]
         report = audit(reader)
     assert [event.version.number for event in published] == list(range(5))
+    assert len({event.version.digest for event in published}) == 5
     assert all(event.fenced == () for event in published)
     gaps = [event.gap for event in published if event.gap is not None]
     assert gaps
