@@ -11,6 +11,7 @@ from typing import final
 
 from torch import Tensor
 
+from fathom.core.errors import PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.sync.digest import byte_view
@@ -24,6 +25,8 @@ class Mishap(StrEnum):
     """The medium has no room: an `OSError`."""
     RAISED = "raised"
     """An error of its own kind."""
+    REFUSED = "refused"
+    """It says that the version is wrong in itself."""
     CANCELLED = "cancelled"
     """Its error is one of cancellation."""
     FLIPPED = "flipped"
@@ -101,6 +104,8 @@ class FaultyTransport:
                 raise OSError(errno.ENOSPC, "it was told to be full")
             case Mishap.RAISED:
                 raise ArithmeticError("it was told to fail")
+            case Mishap.REFUSED:
+                raise PayloadError("it was told to refuse")
             case Mishap.CANCELLED:
                 raise CancelledError
             case _:
