@@ -188,6 +188,9 @@ class ReceiverProcess:
 
 
 def quiet_environment() -> dict[str, str]:
-    """One thread for torch, and libraries that say only what is wrong."""
-    quiet = {"OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "WARN", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
-    return {**os.environ, **quiet}
+    """One thread for torch, and libraries that say no more than they must."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **QUIET}
+
+
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "MC_LOG_LEVEL": "ERROR"}
+"""What quietens transfer libraries, where it is set before they are loaded."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -19,7 +20,7 @@ from fathom.bench.rig.fleet.made_up import change, forms_of, made_up_weights
 from fathom.bench.rig.fleet.messages import RawKind
 from fathom.bench.rig.fleet.raw.line import RawLine
 from fathom.bench.rig.fleet.raw.link import available
-from fathom.bench.rig.fleet.receiver_process import ReceiverProcess
+from fathom.bench.rig.fleet.receiver_process import QUIET, ReceiverProcess
 from fathom.bench.rig.fleet.timed_transport import TimedTransport
 from fathom.bench.workloads.sync.names import (
     COMMIT,
@@ -96,6 +97,7 @@ class FleetAnswer(msgspec.Struct, frozen=True, tag="bench_fleet_answer.1"):
 
 async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
     """Every transport to every number of receivers at every size."""
+    os.environ.update(QUIET)
     samples: list[Sample] = []
     failures: list[str] = []
     pairs, notes = _pairs(request.transports)
@@ -226,11 +228,11 @@ class _Case:
         async with AsyncExitStack() as stack:
             for receiver in self.receivers:
                 await receiver.open(forms, shards=self.shards)
-                stack.push_async_callback(_quietly, receiver)
+                stack.push_async_callback(_quietly, receiver.drop)
             line = None
             if self.raw is not None:
                 line = await RawLine.open(self.raw, self.receivers, size_bytes, self.request.nodes[0].host)
-                stack.push_async_callback(line.close)
+                stack.push_async_callback(_quietly, line.close)
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self.request.folder))
             timed = TimedTransport(TRANSPORTS[self.transport](Path(folder), config))
             publisher = Publisher(self.receivers, timed, config)
@@ -310,12 +312,10 @@ def _missing_mb(size_mb: int, receivers: int) -> int:
     return size_mb * (_COPIES_SENDER + _COPIES_RECEIVER * receivers) - free_mb
 
 
-async def _quietly(receiver: ReceiverProcess) -> None:
-    """A receiver that died was reported already."""
-    try:
-        await receiver.drop()
-    except EngineError:
-        return
+async def _quietly(close: Callable[[], Awaitable[None]]) -> None:
+    """A receiver that died has been reported for what it died of; otherwise the next case finds out."""
+    with suppress(EngineError):
+        await close()
 
 
 def one_machine(receivers: int) -> tuple[Node, ...]:
