@@ -15,7 +15,7 @@ from typing import final
 from fathom.core.records.message import Message
 from fathom.core.records.sampling import FinishReason
 from fathom.rollout.session.call import CallRefusedError, Heard, Refusal, TurnBegan, TurnCall, TurnEnded
-from fathom.text.chat.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallBegun
+from fathom.text.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallBegun
 
 
 @final
@@ -99,7 +99,7 @@ class Answer:
             return
         ended = self._parts[-1]
         assert isinstance(ended, TurnEnded), "an answer that did not fail has its end"
-        self._parts = [TurnBegan(prompt_tokens=ended.prompt_tokens), *_deltas(ended.message), ended]
+        self._parts = [TurnBegan(prompt_tokens=ended.prompt_tokens), *deltas_of(ended.message), ended]
 
 
 @final
@@ -147,7 +147,8 @@ class Answers:
         return tuple(answer for equal in self._by_call.values() for answer in equal if not answer.ended)
 
 
-def _deltas(message: Message) -> Iterator[Heard]:
+def deltas_of(message: Message) -> Iterator[Delta]:
+    """An answer that is there already, as it would be heard."""
     if message.reasoning:
         yield ReasoningDelta(message.reasoning)
     if message.content:
