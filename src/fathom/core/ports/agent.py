@@ -6,7 +6,7 @@ model was sent and sampled is kept on the other side of that URL; nothing here k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ import msgspec
 from fathom.core.ports.environment import Task
 from fathom.core.records.message import Message
 from fathom.core.records.sampling import FinishReason
-from fathom.core.records.trajectory import Graded
+from fathom.core.records.trajectory import Graded, Reward, Ungraded
 
 
 class Endpoint(msgspec.Struct, frozen=True, tag="endpoint.1"):
@@ -53,10 +53,31 @@ class Transcript(msgspec.Struct, frozen=True, tag="transcript.1"):
     """Why, for people. Empty: it returned."""
 
 
+class Played(msgspec.Struct, frozen=True, tag="played.1"):
+    """How an episode went."""
+
+    reward: Reward
+    """The grader's, or why there is none: `boot_error`, `boot_timeout`, `boot_died`, `agent_died`, `grader_error`,
+    `grader_timeout`, `grader_died`, or what made grading pointless."""
+    acting: Acting | None
+    """How acting ended. None: it did not come to that."""
+    detail: str
+    """Why acting ended so, for people. Empty: it returned."""
+    fault: str
+    """What went wrong when it was closed, after the reward was given. Empty: nothing."""
+
+
+Tell = Callable[[Acting, str], Awaitable[Transcript | Ungraded]]
+"""Acting has ended so, for this reason: what the model was asked and said, or why nothing is to be graded."""
+Play = Callable[[Task, Endpoint, Tell], Awaitable[Played]]
+"""Play an episode to its end. Nothing that an environment or an agent does raises out of it."""
+
+
 class AgentEpisode(Protocol):
     """One attempt at a task. The calls come in this order, each under a limit of its own; `close` always comes.
 
-    It lives in a process of its own, which is killed after `close`, with all that it started.
+    It lives in a process of its own, which is killed after `close`, with all that it started. A call whose time is
+    over is cancelled; one that does not end then is interrupted, and at last its process is killed, without `close`.
     """
 
     async def boot(self) -> None:

@@ -201,6 +201,24 @@ Payload = TokenPayload
 """The tagged union of payloads; denoising payloads join it later."""
 
 
+class SessionFacts(msgspec.Struct, frozen=True, tag="session_facts.1"):
+    """What happened between an agent and its model, besides the tokens."""
+
+    turns: int
+    """Answers of the model."""
+    matched: dict[str, int]
+    """Calls that went on from a known history, by the strictest reading by which it was equal: `exact`, `json` or
+    `content` (`rollout/session/matching.py`)."""
+    rendered_whole: int
+    """Calls whose context had to be rendered as a whole though their history was known."""
+    acting: str
+    """How acting ended: `ended`, `timeout` or `failed`. Empty: it did not come to that."""
+    detail: str
+    """Why, for people. Empty: the agent returned."""
+    fault: str
+    """What went wrong when the episode was closed, after its reward was given. Empty: nothing."""
+
+
 class TrajectoryHeader(msgspec.Struct, frozen=True, tag="trajectory.1"):
     """What is known of a trajectory besides its payload."""
 
@@ -230,6 +248,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, tag="trajectory.1"):
     """Wall-clock time it started, seconds since the epoch."""
     ended_s: float
     """Wall-clock time it ended, seconds since the epoch."""
+    session: SessionFacts | None = None
+    """What an agent did. None: the task is single-turn."""
 
     def __post_init__(self) -> None:
         if (self.status is TrajectoryStatus.COMPLETED) != (self.cause == ""):

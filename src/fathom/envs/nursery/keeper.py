@@ -28,7 +28,8 @@ from typing import Any
 
 READY = b"ready"
 ORDER = struct.Struct("!?Q")
-"""An order: begin (with a socket) or end, and the worker's number."""
+"""An order: begin or end, and the worker's number. With it comes a socket: the worker's, or one that is closed once the
+worker and all it started are gone."""
 Serve = Callable[[Any, socket.socket], None]
 """What a worker does with the environment and its socket, until it is killed or the socket is closed."""
 
@@ -67,13 +68,13 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int,
     _outlive()
     workers: dict[int, int] = {}
     while (order := _next_order(control, parent)) is not None:
-        begins, number, descriptors = order
-        if begins:
-            with socket.socket(fileno=descriptors[0]) as line:
+        begins, number, line = order
+        with line:
+            if begins:
                 workers[number] = _fork(environment, line, control, memory_bytes, serve)
-        elif number in workers:
-            _end(workers.pop(number))
-            _end_strays(own | set(workers.values()))
+            elif number in workers:
+                _end(workers.pop(number))
+                _end_strays(own | set(workers.values()))
     for worker in workers.values():
         _end(worker)
     _end_strays(set())
@@ -87,13 +88,16 @@ def describe(error: BaseException) -> str:
     return (text + where).encode(errors="backslashreplace").decode()
 
 
-def _next_order(control: socket.socket, parent: int) -> tuple[bool, int, list[int]] | None:
+def _next_order(control: socket.socket, parent: int) -> tuple[bool, int, socket.socket] | None:
     """None: there will be no more."""
     while not select.select([control], [], [], _LOOK_S)[0]:
         if os.getppid() != parent:
             return None
     message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 1)
-    return (*ORDER.unpack(message), descriptors) if len(message) == ORDER.size else None
+    if len(message) != ORDER.size:
+        return None
+    begins, number = ORDER.unpack(message)
+    return begins, number, socket.socket(fileno=descriptors[0])
 
 
 def _fork(environment: Any, line: socket.socket, control: socket.socket, memory_bytes: int, serve: Serve) -> int:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from fathom.envs.nursery.keeper import ORDER, READY, Serve, keep
 _READ_BYTES = 1 << 16
 _CLOSE_S = 5.0
 _ORDER_S = 10.0
+_END_S = 10.0
 
 
 @final
@@ -82,24 +84,22 @@ class Nursery:
         Raises:
             GraderDeadError: the process that forks is gone.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         self._begun += 1
-        try:
-            with theirs:
-                self._order(begins=True, number=self._begun, descriptors=[theirs.fileno()])
-        except GraderDeadError:
-            ours.close()
-            raise
-        return self._begun, ours
+        return self._begun, self._order(begins=True, number=self._begun)
 
     def end(self, number: int) -> None:
-        """Order a worker's end, and that of all it started. Once its socket is at its end, all of them are gone.
+        """Order a worker's end, and that of all it started.
 
         Raises:
             GraderDeadError: the process that forks is gone, and its workers with it.
         """
-        self._order(begins=False, number=number, descriptors=[])
+        self._order(begins=False, number=number).close()
+
+    async def ended(self, number: int) -> None:
+        """Order a worker's end, and wait until it and all it started are gone. Raises as `end`."""
+        with self._order(begins=False, number=number) as receipt, suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_END_S):
+                await asyncio.get_running_loop().sock_recv(receipt, 1)
 
     async def close(self) -> None:
         """End all workers, and wait until they are gone. Safe to call twice."""
@@ -113,15 +113,21 @@ class Nursery:
             self._process.join()
             self._process = None
 
-    def _order(self, *, begins: bool, number: int, descriptors: list[int]) -> None:
+    def _order(self, *, begins: bool, number: int) -> socket.socket:
+        """Our end of the socket that goes with it."""
         if self._control is None:
             raise GraderDeadError("the environment's processes were closed")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         try:
-            socket.send_fds(self._control, [ORDER.pack(begins, number)], descriptors)
+            with theirs:
+                socket.send_fds(self._control, [ORDER.pack(begins, number)], [theirs.fileno()])
         except OSError as error:
+            ours.close()
             raise GraderDeadError(
                 "the process that keeps the graders has ended (was it killed for memory?); resume the run"
             ) from error
+        return ours
 
     async def _wait_until_ready(self, control: socket.socket, process: SpawnProcess) -> None:
         try:
