@@ -129,4 +129,7 @@ def _reading(message: Message, strictness: Strictness) -> bytes:
 
 def _call(call: ToolCall) -> tuple[str, str]:
     parsed = call.parsed
-    return call.name, call.arguments if parsed is None else json.dumps(parsed, sort_keys=True)
+    try:
+        return call.name, call.arguments if parsed is None else json.dumps(parsed, sort_keys=True)
+    except RecursionError:
+        return call.name, call.arguments

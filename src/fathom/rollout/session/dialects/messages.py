@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import msgspec
 
 from fathom.core.records.message import Message, Role, Tool, ToolCall
-from fathom.rollout.session.call import CallRefusedError, TurnCall
+from fathom.rollout.session.call import CallRefusedError, Refusal, TurnCall
 from fathom.rollout.session.dialects.body import (
     at_least_one,
     not_text,
@@ -155,11 +155,17 @@ def _assistant(content: str | Sequence[_Block], place: str) -> Message:
             case "thinking":
                 thought += block.thinking
             case "tool_use":
-                arguments = arguments_of(json.loads(bytes(block.input)))
-                calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=_arguments(block.input, place)))
             case other:
                 raise not_text(f"{place}.content[{index}].type", other)
     return Message(role=Role.ASSISTANT, content=said, reasoning=thought, tool_calls=tuple(calls))
+
+
+def _arguments(given: msgspec.Raw, place: str) -> str:
+    try:
+        return arguments_of(json.loads(bytes(given)))
+    except RecursionError as error:
+        raise CallRefusedError(Refusal.INVALID, f"{place}: the input of a tool is nested too deeply", place) from error
 
 
 def _from_user(content: str | Sequence[_Block], place: str) -> Iterator[Message]:

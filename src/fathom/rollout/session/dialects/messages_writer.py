@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from typing import Any, final
 
@@ -38,11 +37,10 @@ def input_of(arguments: str) -> dict[str, Any]:
     """The arguments of a tool call as an object, from which `arguments_of` makes what is equal to them."""
     try:
         value = json.loads(arguments)
-        arguments.encode()
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as every client can read it
     except (ValueError, RecursionError):
         return {_MALFORMED: arguments}
-    return value if isinstance(value, dict) and not _has_infinity(value) else {_MALFORMED: arguments}
+    return value if isinstance(value, dict) and list(value) != [_MALFORMED] else {_MALFORMED: arguments}
 
 
 def arguments_of(given: object) -> str:
@@ -173,10 +171,3 @@ def _usage(ended: TurnEnded) -> dict[str, Any]:
 
 def _event(name: str, /, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
-
-
-def _has_infinity(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isinf(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(_has_infinity(part) for part in parts)
