@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from fathom.bench.options import ProbeOptions
 from fathom.envs.gold_check import check_environment
+from fathom.core.ports.environment import Environment
 from fathom.envs.registry import BUILT_IN, build_environment
 
 _MIN_PYTHON = (3, 11)
@@ -164,7 +165,10 @@ def _gold(kind: str) -> Answer:
     if kind == "reasoning_gym" and find_spec("reasoning_gym") is None:
         return Verdict.NOTE, "not checked: its extra is not installed", ""
     with tempfile.TemporaryDirectory() as scratch:
-        report = check_environment(build_environment(kind, _gold_options(kind, Path(scratch))), _GOLD_TASKS)
+        environment = build_environment(kind, _gold_options(kind, Path(scratch)))
+        if not isinstance(environment, Environment):
+            return Verdict.NOTE, "not checked: an agent acts in it", ""
+        report = check_environment(environment, _GOLD_TASKS)
     if report.faults or not report.checked:
         return Verdict.FAIL, "; ".join(report.faults[:3]) or "nothing was graded", "reinstall fathom-rl with its pins"
     return Verdict.OK, f"{report.checked} of {report.checked} got 1.0", ""

@@ -26,6 +26,7 @@ from fathom.core.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.typing import RcKeyType
 
 _BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _GREY = "#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#8b6c42", "#a0aec0"
@@ -41,6 +42,7 @@ _LINES = {
     "delta": ("#1a202c", "-", "P"),
 }
 """What is drawn over size: color, line and mark. Dotted: the bare library."""
+_SIZE_LABEL = "MB of a version"
 _SLOWEST, _FASTEST, _POINTS = 10.0, 10_000.0, 60
 _STYLE: dict[RcKeyType, int | bool | str] = {
     "font.size": 9,
@@ -73,14 +75,15 @@ def draw(record: BenchRecord, file: Path) -> None:
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as NewFigure
 
     panels = _panels(record)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.6 * len(panels) + 0.4, 4.4), dpi=150, layout="constrained")
+        figure = NewFigure(figsize=(4.6 * len(panels) + 0.4, 4.4), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axes)
+        _share(figure)
         figure.suptitle(f"{record.id}: {record.machine.processor}, {record.machine.cores} cores", x=0.01, ha="left")
         try:
             figure.savefig(file)
@@ -120,17 +123,14 @@ def _sizes(axes: Axes, samples: Sequence[Sample], sizes_mb: Sequence[int], count
         if points:
             sizes, seconds = zip(*points, strict=True)
             axes.plot(sizes, seconds, color=color, linestyle=line, marker=mark, markersize=4, linewidth=1.4, label=what)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    _log_scales(axes)
     axes.set_xticks(sorted(sizes_mb), [str(size) for size in sorted(sizes_mb)])
-    axes.minorticks_off()
-    axes.set_xlabel("MB of a version")
-    axes.set_ylabel("seconds until the slowest has it")
-    axes.legend(loc="upper left", ncols=2)
+    axes.set_xlabel(_SIZE_LABEL)
+    axes.set_ylabel("until the slowest receiver has it")
 
 
 def _storage(axes: Axes, samples: Sequence[Sample], lr: float) -> None:
-    axes.set_title(f"digest to commit over storage, learning rate {lr:g}")
+    axes.set_title(f"delta against the full file, learning rate {lr:g}")
     step = (_FASTEST / _SLOWEST) ** (1 / (_POINTS - 1))
     speeds = [_SLOWEST * step**index for index in range(_POINTS)]
     for side, color, mark in ((FULL, _BROWN, "s"), (DELTA, "#1a202c", "P")):
@@ -154,8 +154,29 @@ def _storage(axes: Axes, samples: Sequence[Sample], lr: float) -> None:
             textcoords="offset points",
             color="#4a5568",
         )
+    _log_scales(axes)
+    ticks = [_SLOWEST, 100.0, 1000.0, _FASTEST]
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.set_xlabel("MB/s of the storage (simulated)")
+    axes.set_ylabel("digest to commit")
+    axes.legend(loc="upper right")
+
+
+def _share(figure: Figure) -> None:
+    """One range and one legend for the panels over size."""
+    panels = [axes for axes in figure.axes if axes.get_xlabel() == _SIZE_LABEL]
+    if panels:
+        limits = [axes.get_ylim() for axes in panels]
+        for axes in panels:
+            axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 3 * len(figure.axes)))
+
+
+def _log_scales(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("MB/s of the storage (simulated)")
-    axes.set_ylabel("seconds, end to end")
-    axes.legend(loc="upper right")
+    axes.yaxis.set_major_formatter(lambda second, _: f"{second:g} s" if second >= 1 else f"{second * 1e3:g} ms")
+    axes.yaxis.set_minor_formatter(lambda second, _: "")
+    axes.xaxis.set_minor_formatter(lambda size, _: "")
+    axes.minorticks_off()
