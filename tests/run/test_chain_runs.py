@@ -62,7 +62,7 @@ def test_every_version_of_a_run_can_be_rebuilt(tmp_path, engine, transport):
 def test_without_a_budget_nothing_is_kept(tmp_path):
     async def scenario(budget_mb: int) -> Keeper | None:
         config = SyncConfig(chain=ChainConfig(budget_mb=budget_mb))
-        transport, keeper = open_transport(tmp_path, config, None)
+        transport, keeper = open_transport(tmp_path, tmp_path, config, None)
         transport.close()
         return keeper
 

@@ -9,6 +9,8 @@ from chains import append_all, blank, first, holds, versions
 from fathom.config.sync import ChainConfig
 from fathom.core.errors import PayloadError
 from fathom.sync.chain.links import Encoding
+from fathom.sync.chain.media.faulty import FaultyMedium
+from fathom.sync.chain.media.objects import ObjectMedium
 from fathom.sync.chain.reader import ChainReader
 from fathom.sync.chain.store import Store
 from fathom.sync.chain.writer import ChainWriter
@@ -66,6 +68,22 @@ def test_a_version_at_which_an_anchor_is_due_has_both_and_each_reader_takes_the_
     assert path(5, None) == [(3, True), (4, False), (5, False)]
     assert path(1, 4) == [(0, True), (1, False)]
     assert path(6, 6) == []
+
+
+def test_a_long_chain_is_not_read_to_its_beginning():
+    medium = FaultyMedium(ObjectMedium("memory://long"), {})
+    manifests = append_all(Store(medium), versions(40), anchor_every=6)
+
+    def read_for(to: int, held: int | None) -> int:
+        before = len(medium.operations)
+        reader = ChainReader(Store(medium))
+        path = reader.path_to(manifests[to].version, None if held is None else manifests[held].version)
+        assert path[-1].version == manifests[to].version
+        return len(medium.operations) - before - 1
+
+    assert read_for(39, None) <= 2 + 3
+    assert read_for(39, 38) <= 2
+    assert read_for(3, 39) <= 4
 
 
 def test_a_chain_goes_on_in_a_new_incarnation_with_an_anchor(store):

@@ -32,10 +32,10 @@ def open_transport(
     trouble = _recorded(recorder)
     if config.transport is TransportKind.DELTA:
         return DeltaTransport(_open_chain(run_folder, model_folder, config, trouble), trouble), None
-    transport = TRANSPORTS[config.transport](run_folder, config)
-    if config.chain.budget_mb == 0:
-        return transport, None
-    return transport, Keeper(_open_chain(run_folder, model_folder, config, trouble), trouble, config.timeout_s)
+    keeper = None
+    if config.chain.budget_mb > 0:
+        keeper = Keeper(_open_chain(run_folder, model_folder, config, trouble), trouble, config.timeout_s)
+    return TRANSPORTS[config.transport](run_folder, config), keeper
 
 
 def _open_chain(run_folder: Path, model_folder: Path, config: SyncConfig, trouble: Trouble) -> ChainWriter:

@@ -73,7 +73,7 @@ class ChainReader:
         raise PayloadError(f"{wanted} is not in the chain {self._store.url}, {_listed(stamps, reasons)}")
 
     def path_to(self, version: PolicyVersion, held: PolicyVersion | None) -> tuple[Link, ...]:
-        """The links to apply, in order, with the fewest bytes: to `held`, or from an anchor. Empty: it is held.
+        """The links to apply, in order: to `held` or from the nearest anchor, whatever is fewer bytes. Empty: held.
 
         Raises:
             PayloadError: nothing leads there.
@@ -82,7 +82,7 @@ class ChainReader:
             return ()
         reasons: list[str] = []
         stamps = self._stamps()
-        best = min(self._paths(version, held, stamps, reasons), key=_cost, default=None)
+        best = min(self._paths(version, held, stamps, reasons, nearest=True), key=_cost, default=None)
         if best is None:
             raise self._refusal(version, stamps, reasons)
         return best
@@ -114,6 +114,8 @@ class ChainReader:
         if links is None:
             links = self.path_to(version, held.version if held else None)
         target = links[-1] if links else self.find(version.number, version.incarnation)
+        if target.version != version:
+            raise PayloadError(f"{version.name} in the chain {self._store.url} is of another digest than what is held")
         check_fit(target.manifest, into)
         attempt = _Attempt(self._store, self._decoder, into, held, given_up)
         wrong = attempt.run(links, target.manifest.tensors)
@@ -130,7 +132,7 @@ class ChainReader:
         self, version: PolicyVersion, tried: Sequence[Link], attempt: _Attempt, wrong: dict[str, str]
     ) -> dict[str, str]:
         """What is still wrong when every other path was tried for the tensors that were."""
-        paths = sorted(self._paths(version, attempt.held_version, self._stamps(), []), key=_cost)
+        paths = sorted(self._paths(version, attempt.held_version, self._stamps(), [], nearest=False), key=_cost)
         for path in paths:
             if path == tuple(tried):
                 continue
@@ -160,20 +162,31 @@ class ChainReader:
         held: PolicyVersion | None,
         stamps: Mapping[LinkName, str],
         reasons: list[str],
+        *,
+        nearest: bool,
     ) -> Iterator[tuple[Link, ...]]:
-        """Every way to `version`, the shortest first. What stands in the way is added to `reasons`."""
+        """The ways to `version`, the shortest first. What stands in the way is added to `reasons`.
+
+        `nearest`: only one from an anchor, so that a long chain is not read to its beginning.
+        """
         path: tuple[Link, ...] = ()
+        best: int | None = None
         while True:
             anchor = self._try(LinkName.of(version, anchor=True), stamps, reasons, version)
-            if anchor is not None:
+            if anchor is not None and (best is None or not nearest):
+                best = best or _cost((anchor, *path))
                 yield (anchor, *path)
+            behind = held is None or version.order <= held.order
+            if nearest and best is not None and (behind or _cost(path) >= best):
+                return
             delta = self._try(LinkName.of(version, anchor=False), stamps, reasons, version)
             if delta is None or delta.parent is None:
-                if anchor is None:
+                if best is None:
                     reasons.append(f"nothing leads to {version.name}")
                 return
             path = (delta, *path)
             if delta.parent == held:
+                best = _cost(path) if best is None else min(best, _cost(path))
                 yield path
             version = delta.parent
 
