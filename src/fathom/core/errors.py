@@ -67,6 +67,10 @@ class EngineDeadError(EngineError):
         self.last_lines = last_lines
 
 
+class SandboxError(FathomError):
+    """A sandbox could not be made, is gone, or refused a file. Infrastructure: what ran in it gets no reward for it."""
+
+
 class GraderDeadError(FathomError):
     """The process that keeps the graders has ended. The run cannot go on; resuming loses nothing."""
 
