@@ -14,7 +14,7 @@ is not, the template does not go on from what was sampled but writes it anew, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
@@ -30,6 +30,7 @@ MARK = "fathomanswer"
 """A made-up answer, of plain letters: no template alters it."""
 THOUGHT = "fathomthought"
 """What is thought before it."""
+_WORDS = "fathomwords"
 QUESTION = Message(role=Role.USER, content="?")
 _NEXT = Message(role=Role.USER, content="fathomnext")
 _SYSTEM = Message(role=Role.SYSTEM, content="fathomsystem")
@@ -44,9 +45,14 @@ class Shape:
     """What of a sampled answer matters to what is written behind it."""
 
     thought: bool
-    """Something was thought since the user spoke last, in this answer or in one before."""
+    """Something was thought, in this answer or on the way to it."""
+    words: bool
+    """Something was said beside calls, likewise."""
     calls: tuple[ToolCall, ...]
     """The calls whose results follow. Empty: none do."""
+
+
+_PLAIN = Shape(thought=False, words=False, calls=())
 
 
 @final
@@ -69,13 +75,13 @@ class Behind:
         self._text = text
         self._tokenizer = tokenizer
         self._opened = text.write([QUESTION], (), opened=True)
-        self.alone = _after_mark(text.write([QUESTION, _answer(Shape(False, ()))], (), opened=False), "")
+        self.alone = _after_mark(text.write([QUESTION, _answer(_PLAIN)], (), opened=False), "")
         """What is written behind an answer that nothing follows."""
         closed = text.write([QUESTION], (), opened=False).rpartition(QUESTION.content)[2]
         self._user_end = tokenizer.encode(closed)[:1]
         self._plain_end = 0
         with suppress(NotAppendableError):  # no use to ask: every tail is refused in the same words
-            self._plain_end = self._end_tokens(self._tail(Shape(False, ()), [_NEXT], (), ()).text, self.alone)
+            self._plain_end = self._end_tokens(self._tail(_PLAIN, [_NEXT], (), ()).text, self.alone)
         self.follows_context = not all(map(self._is_same_in_context, ([_NEXT], [_RESULT])))
         """What is written behind an answer depends on the tools, or on a system message in front."""
 
@@ -86,7 +92,10 @@ class Behind:
             NotAppendableError: the template writes the answer anew when these messages follow.
             DataError: the template refuses the conversation.
         """
-        shape = Shape(has_thought(before), _answered(before[-1], new))
+        open_turns = list(unsettled(before))
+        thought = any(message.reasoning for message in open_turns)
+        words = any(message.content and message.tool_calls for message in open_turns)
+        shape = Shape(thought, words, _answered(before[-1], new))
         if len(shape.calls) > 1 and not self._text.calls_at_once:
             raise NotAppendableError("the chat template writes one tool call a message, and several were answered")
         if not self.follows_context:
@@ -105,6 +114,8 @@ class Behind:
             raise NotAppendableError("the chat template leaves out earlier answers")
         if shape.thought and THOUGHT not in lead:
             raise NotAppendableError("the chat template deletes what was thought before")
+        if shape.words and shape.calls and _WORDS not in lead:
+            raise NotAppendableError("the chat template leaves out what is said beside a call")
         if not shape.calls:
             return Tail(behind, self._plain_end)
         alone = _after_mark(self._text.write([*system, QUESTION, answer], tools, opened=False), opened)
@@ -143,7 +154,7 @@ class Behind:
 
     def _is_same_in_context(self, new: Sequence[Message]) -> bool:
         """Tools and a system message in front change nothing of what is written behind an answer."""
-        shape = Shape(False, (_CALL,) if new[0].role is Role.TOOL else ())
+        shape = Shape(False, False, (_CALL,) if new[0].role is Role.TOOL else ())
         found: list[Tail | None] = []
         for system, tools in (((), ()), ((_SYSTEM,), (_TOOL,))):
             try:
@@ -153,24 +164,17 @@ class Behind:
         return found[0] == found[1]
 
 
-def has_thought(messages: Sequence[Message]) -> bool:
-    """Something was thought since the user spoke last."""
-    for message in reversed(messages):
-        if message.role is Role.USER:
-            return False
-        if message.reasoning:
-            return True
-    return False
+def unsettled(messages: Sequence[Message]) -> Iterator[Message]:
+    """Messages, the last first, that a template may still write otherwise: down to the answer in words before the last.
 
-
-def has_called(messages: Sequence[Message]) -> bool:
-    """A tool was called since the user spoke last."""
-    for message in reversed(messages):
-        if message.role is Role.USER:
-            return False
-        if message.tool_calls:
-            return True
-    return False
+    Templates delete what led to an answer when it is given, or when a user speaks next. Both is over for what stands
+    in front of an earlier answer.
+    """
+    yield messages[-1]
+    for message in reversed(messages[:-1]):
+        if message.role is Role.ASSISTANT and not message.tool_calls:
+            return
+        yield message
 
 
 def _answered(sampled: Message, new: Sequence[Message]) -> tuple[ToolCall, ...]:
@@ -193,7 +197,8 @@ def _answer(shape: Shape) -> Message:
     if not shape.calls:
         return Message(role=Role.ASSISTANT, content=MARK, reasoning=thought)
     marked = msgspec.structs.replace(shape.calls[-1], arguments=f'{{"key": "{MARK}"}}')
-    return Message(role=Role.ASSISTANT, content="", reasoning=thought, tool_calls=(*shape.calls[:-1], marked))
+    words = _WORDS if shape.words else ""
+    return Message(role=Role.ASSISTANT, content=words, reasoning=thought, tool_calls=(*shape.calls[:-1], marked))
 
 
 def _after_mark(written: str, opened: str) -> str:

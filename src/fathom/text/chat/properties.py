@@ -94,14 +94,14 @@ def _said(role: Role, number: int) -> Message:
     return Message(role=role, content=f"fathomword{number}")
 
 
-def _made(number: int, *, thought: bool = False, calls: int = 0) -> Message:
+def _made(number: int, *, thought: bool = False, words: bool = False, calls: int = 0) -> Message:
     made = tuple(
         ToolCall(id=f"call0{number}0{n}", name=f"probe{n}", arguments=f'{{"key": "fathomvalue{number}{n}"}}')
         for n in range(calls)
     )
     return Message(
         role=Role.ASSISTANT,
-        content="" if calls else f"fathomword{number}",
+        content=f"fathomword{number}" if words or not calls else "",
         reasoning=f"{THOUGHT}{number}" if thought else "",
         tool_calls=made,
     )
@@ -114,19 +114,21 @@ def _results(number: int, calls: int) -> list[Message]:
     ]
 
 
-def _tools(*, thought: bool) -> list[Message]:
+def _tools(*, thought: bool = False, words: bool = False, ends: bool = False) -> list[Message]:
     rounds = [_said(Role.USER, 0)]
     for number in (1, 2):
-        rounds += [_made(number, thought=thought, calls=1), *_results(number, 1)]
-    return rounds if thought else [*rounds, _made(3), _said(Role.USER, 4)]
+        rounds += [_made(number, thought=thought, words=words, calls=1), *_results(number, 1)]
+    return [*rounds, _made(3), _said(Role.USER, 4)] if ends else rounds
 
 
 _TRIED: dict[Use, list[Message]] = {
     Use.TEXT: [_said(Role.USER, 0), _made(1), _said(Role.USER, 2), _made(3), _said(Role.USER, 4)],
-    Use.TOOLS: _tools(thought=False),
+    Use.TOOLS: _tools(ends=True),
     Use.SEVERAL: [_said(Role.USER, 0), _made(1, calls=2), *_results(1, 2)],
     Use.THOUGHT_TEXT: [_said(Role.USER, 0), _made(1, thought=True), _said(Role.USER, 2)],
     Use.THOUGHT_TOOLS: _tools(thought=True),
+    Use.WORDS_TEXT: _tools(words=True, ends=True),
+    Use.WORDS_TOOLS: _tools(words=True),
     Use.SYSTEM: [_said(Role.USER, 0), _made(1), _said(Role.SYSTEM, 2), _said(Role.USER, 3)],
 }
 

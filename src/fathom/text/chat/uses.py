@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from fathom.core.records.message import Message, Role
-from fathom.text.chat.behind import has_called, has_thought
+from fathom.text.chat.behind import unsettled
 
 
 class Use(StrEnum):
@@ -19,8 +19,12 @@ class Use(StrEnum):
     SEVERAL = "several tools are called at once"
     """Calls in one message, results in a row."""
     THOUGHT_TEXT = "a user speaks behind a thought"
-    """The answer, or one since the last user, was thought about."""
+    """Something was thought on the way to the answer."""
     THOUGHT_TOOLS = "tools are called with thoughts"
+    """As `TOOLS`, until the next user speaks."""
+    WORDS_TEXT = "a user speaks behind words beside calls"
+    """Something was said beside calls on the way to the answer."""
+    WORDS_TOOLS = "tools are called beside words"
     """As `TOOLS`, until the next user speaks."""
     SYSTEM = "a system message in the middle"
     """Behind an answer."""
@@ -29,17 +33,19 @@ class Use(StrEnum):
 def use_of(before: Sequence[Message], new: Sequence[Message]) -> list[Use]:
     """All ways in which `new` goes on behind the answer that `before` ends with."""
     roles = {message.role for message in new}
-    results = Role.TOOL in roles
-    thought = has_thought(before)
-    uses: list[Use] = []
-    if Role.SYSTEM in roles:
-        uses.append(Use.SYSTEM)
-    if roles != {Role.TOOL}:
-        uses.append(Use.THOUGHT_TEXT if thought else Use.TEXT)
-    if results:
-        uses.append(Use.THOUGHT_TOOLS if thought else Use.TOOLS)
-    elif has_called(before) and not thought:
-        uses.append(Use.TOOLS)
-    if len(before[-1].tool_calls) > 1 and results:
-        uses.append(Use.SEVERAL)
-    return uses
+    results, speaks = Role.TOOL in roles, roles != {Role.TOOL}
+    open_turns = list(unsettled(before))
+    thought = any(message.reasoning for message in open_turns)
+    words = any(message.content and message.tool_calls for message in open_turns)
+    called = any(message.tool_calls for message in open_turns)
+    asked = {
+        Use.TEXT: speaks,
+        Use.TOOLS: results or called,
+        Use.SEVERAL: results and len(before[-1].tool_calls) > 1,
+        Use.THOUGHT_TEXT: thought and speaks,
+        Use.THOUGHT_TOOLS: thought and results,
+        Use.WORDS_TEXT: words and speaks,
+        Use.WORDS_TOOLS: words and results,
+        Use.SYSTEM: Role.SYSTEM in roles,
+    }
+    return [use for use, is_asked in asked.items() if is_asked]
