@@ -18,7 +18,7 @@ class TensorFormat(msgspec.Struct, frozen=True, tag="format.1"):
     """Tensors of the same manifest that hold its scales, in the order that the format defines."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
+class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.2"):
     """One published tensor, after the cast, tied names resolved to one."""
 
     name: str
@@ -37,7 +37,7 @@ class TensorEntry(msgspec.Struct, frozen=True, tag="tensor.1"):
     """How it is coded. None: it is as the trainer cast it, or it holds scales."""
 
 
-class Manifest(msgspec.Struct, frozen=True, tag="manifest.1"):
+class Manifest(msgspec.Struct, frozen=True, tag="manifest.2"):
     """One version made available."""
 
     version: PolicyVersion

@@ -38,7 +38,7 @@ class ReceivesInto(StrEnum):
     back to: it needs a full verified reload of the parent."""
 
 
-class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.1"):
+class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.2"):
     """What an engine can do beyond the least."""
 
     kept_sets: bool
@@ -195,7 +195,7 @@ class ScoreResult(msgspec.Struct, frozen=True, tag="score_result.1"):
     """The version that scored."""
 
 
-class StageReport(msgspec.Struct, frozen=True, tag="stage.1"):
+class StageReport(msgspec.Struct, frozen=True, tag="stage.2"):
     """A version lies in the engine's staging memory; it is not serving."""
 
     size_bytes: int
