@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.sync.shards import Box, copies, span_boxes, uncovered
@@ -28,6 +28,7 @@ def elements(box: Box, shape) -> set[int]:
 shaped = shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes_of(shape), boxes_of(shape)))
 
 
+@settings(deadline=None)
 @given(shaped)
 def test_what_two_boxes_have_in_common_is_what_both_cover(drawn):
     shape, one, other = drawn
@@ -35,6 +36,7 @@ def test_what_two_boxes_have_in_common_is_what_both_cover(drawn):
     assert (elements(common, shape) if common else set()) == elements(one, shape) & elements(other, shape)
 
 
+@settings(deadline=None)
 @given(shaped)
 def test_runs_cover_the_box_in_its_own_order_and_never_touch(drawn):
     shape, box, _ = drawn
@@ -44,6 +46,7 @@ def test_runs_cover_the_box_in_its_own_order_and_never_touch(drawn):
     assert all(runs[i][0] + runs[i][1] < runs[i + 1][0] for i in range(len(runs) - 1))
 
 
+@settings(deadline=None)
 @given(shaped)
 def test_copies_bring_what_is_common_from_one_shard_to_another(drawn):
     shape, source, into = drawn
@@ -60,6 +63,7 @@ def test_copies_bring_what_is_common_from_one_shard_to_another(drawn):
     assert np.array_equal(got, expected)
 
 
+@settings(deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), *[st.integers(0, math.prod(s))] * 2)))
 def test_a_span_of_elements_is_a_few_contiguous_boxes(drawn):
     shape, one, other = drawn
@@ -72,6 +76,7 @@ def test_a_span_of_elements_is_a_few_contiguous_boxes(drawn):
     assert covered == list(range(first, end))
 
 
+@settings(deadline=None)
 @given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes_of(shape), max_size=4))))
 def test_a_gap_is_found_iff_there_is_one(drawn):
     shape, parts = drawn

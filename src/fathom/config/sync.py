@@ -13,7 +13,7 @@ from fathom.config.section import Section
 class BroadcastConfig(Section):
     """Weights by collectives over `torch.distributed`."""
 
-    bucket_mb: int = Field(default=8, gt=0)
+    bucket_mb: int = Field(default=16, gt=0)
     """MB (2^20 bytes) of weights that travel in one broadcast; two are under way at once."""
     host: str = "127.0.0.1"
     """Address of the trainer at which engines meet it. Beyond loopback only where every host of the network is trusted:

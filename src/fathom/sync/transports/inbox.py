@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from torch import Tensor
@@ -45,6 +46,7 @@ class Inbox:
         self._engine = engine
         self._formats = formats
         self._faults = faults
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inbox")
         self._seat = Seat(engine)
         self._deltas = DeltaReading()
         self._landing = Landing(engine)
@@ -77,12 +79,14 @@ class Inbox:
         return moved_bytes
 
     def close(self) -> None:
-        """Let go of what was kept. Idempotent."""
+        """Let go of what was kept, once nothing is received any more. It receives nothing afterwards. Idempotent."""
+        self._thread.shutdown()
         self._seat.close()
         self._landing.close()
 
     async def _in_thread(self, source: WeightSource, reception: Reception) -> int:
-        reading = asyncio.create_task(asyncio.to_thread(self._read, source, reception))
+        loop = asyncio.get_running_loop()  # its own threads are few, and some receptions wait for one another
+        reading = loop.run_in_executor(self._thread, self._read, source, reception)
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 from fathom.core.manifest import Manifest, TensorEntry
 
-DIRECT_BYTES = 1 << 20
-"""From this size on a tensor has buckets of its own: a copy of it would cost more than one more broadcast."""
+DIRECT_BYTES = 4 << 20
+"""From this size on a tensor has buckets of its own: a copy of it would cost more than one more broadcast does."""
+UNDER_WAY = 2
+"""Buckets under way at once, at either end: while one is copied to its place, or fetched, another travels."""
 _ALIGNMENT_BYTES = 64
 
 

@@ -121,7 +121,7 @@ class GatheredSource:
         self._tag = tag
         self._within = timedelta(seconds=within_s)
         self._numbers = {bucket.start: number for number, bucket in enumerate(plan_buckets(manifest, bucket_bytes))}
-        self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._slots = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
         self._mixed = torch.empty(bucket_bytes, dtype=torch.uint8)
 
     @property

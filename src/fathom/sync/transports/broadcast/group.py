@@ -59,6 +59,11 @@ class Group(Protocol):
         ...
 
 
+def device_name(device: torch.device) -> str:
+    """`cpu`, or `cuda:` and the GPU's UUID: the same GPU has the same name in every process."""
+    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
 def form_gloo(name: str, store: Store, rank: int, size: int, address: str, stall_s: float) -> GlooGroup:
     """Connect to all members; `address` is where the others reach this one. Raises `BrokenGroupError`."""
     timeout = timedelta(seconds=stall_s)

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from datetime import timedelta
 from threading import Event
 from typing import TypeVar
 
 import msgspec
 from torch._C._distributed_c10d import Store
 
-_POLL_S = 0.002
+_FIRST_LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.005
 
 T = TypeVar("T")
 
@@ -73,10 +73,11 @@ def withdraw(store: Store, rank: int) -> None:
 
 def await_all(store: Store, ranks: Collection[int], within_s: float, given_up: Event) -> tuple[int, ...]:
     """Wait until all these engines are there; returns those that are not after `within_s`, or when given up."""
-    deadline = time.monotonic() + within_s
+    deadline, pause_s = time.monotonic() + within_s, _FIRST_LOOK_S
     while missing := tuple(rank for rank in ranks if not store.check([_present_key(rank)])):
-        if given_up.wait(_POLL_S) or time.monotonic() > deadline:
+        if given_up.wait(pause_s) or time.monotonic() > deadline:
             break
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
     return missing
 
 
@@ -96,12 +97,13 @@ def await_verdict(store: Store, within_s: float, given_up: Event) -> Verdict | N
     Raises:
         TimeoutError: there is none.
     """
-    deadline = time.monotonic() + within_s
+    deadline, pause_s = time.monotonic() + within_s, _FIRST_LOOK_S
     while not store.check([_VERDICT_KEY]):
-        if given_up.wait(_POLL_S):
+        if given_up.wait(pause_s):
             return None
         if time.monotonic() > deadline:
             raise TimeoutError(f"the trainer did not begin within {within_s:g} s")
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
     return msgspec.json.decode(store.get(_VERDICT_KEY), type=Verdict)
 
 
@@ -119,11 +121,6 @@ def forget(store: Store, ranks: Collection[int]) -> None:
     """Remove the keys of a transfer that is over."""
     for key in (*map(_present_key, ranks), _VERDICT_KEY, _BROKEN_KEY):
         store.delete_key(key)
-
-
-def seconds(value: float) -> timedelta:
-    """As torch wants it."""
-    return timedelta(seconds=value)
 
 
 def _present_key(rank: int) -> str:

@@ -14,8 +14,8 @@ from fathom.core.errors import EngineError, TransferInterruptedError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import BroadcastSource
 from fathom.sync.digest import byte_view, copy_bytes
-from fathom.sync.transports.broadcast.buckets import Bucket, plan_buckets
-from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, form_gloo, form_nccl
+from fathom.sync.transports.broadcast.buckets import UNDER_WAY, Bucket, plan_buckets
+from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, device_name, form_gloo, form_nccl
 from fathom.sync.transports.broadcast.roll_call import (
     Present,
     Verdict,
@@ -29,8 +29,6 @@ from fathom.sync.transports.reception import Reception
 
 _GRACE_S = 1.0
 """The sender decides within `stall_s`; its word may take a moment."""
-_UNDER_WAY = 2
-"""Buckets under way at once: while one is copied to its place the next arrives."""
 
 
 @final
@@ -117,7 +115,7 @@ class Seat:
         moved_bytes, whole = 0, False
         try:
             for bucket in plan_buckets(reception.manifest, source.bucket_bytes):
-                if len(under_way) == _UNDER_WAY:
+                if len(under_way) == UNDER_WAY:
                     moved_bytes += under_way.popleft().land(reception)
                 if reception.given_up.is_set():
                     return moved_bytes
@@ -144,7 +142,7 @@ class Seat:
             if tensor.device == group.device:
                 return byte_view(tensor)[piece.start : piece.stop]
         if not self._slots or self._slots[0].device != group.device or len(self._slots[0]) != bucket_bytes:
-            self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=group.device) for _ in range(_UNDER_WAY)]
+            self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=group.device) for _ in range(UNDER_WAY)]
         self._slots.reverse()  # of two under way, the other one is free
         return self._slots[0][: bucket.size_bytes]
 
@@ -184,8 +182,3 @@ class _Arrival:
         """Wait until it writes no more, whatever came."""
         with suppress(BrokenGroupError):
             self._pending.wait()
-
-
-def device_name(device: torch.device) -> str:
-    """`cpu`, or `cuda:` and the GPU's UUID: the same GPU has the same name in every process."""
-    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"

@@ -20,8 +20,8 @@ from fathom.core.errors import DeliveryError
 from fathom.core.ids import EngineId
 from fathom.core.manifest import BroadcastSource
 from fathom.sync.transports.broadcast.bucket_source import BucketSource, DeviceBuckets
-from fathom.sync.transports.broadcast.buckets import Bucket
-from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, form_gloo, form_nccl
+from fathom.sync.transports.broadcast.buckets import UNDER_WAY, Bucket
+from fathom.sync.transports.broadcast.group import BrokenGroupError, Group, Pending, device_name, form_gloo, form_nccl
 from fathom.sync.transports.broadcast.roll_call import (
     Present,
     Verdict,
@@ -30,9 +30,6 @@ from fathom.sync.transports.broadcast.roll_call import (
     read_present,
     say_broken,
 )
-from fathom.sync.transports.broadcast.seat import device_name
-
-_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +135,7 @@ class Sending:
         under_way: deque[Pending] = deque()
         try:
             for bucket in self._buckets:
-                if len(under_way) == _UNDER_WAY:
+                if len(under_way) == UNDER_WAY:
                     under_way.popleft().wait()
                 if self._given_up.is_set():
                     raise BrokenGroupError("it was given up")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
 from fathom.core.errors import DeliveryError
-from fathom.sync.transports.broadcast.roll_call import seconds
 
-_ANSWER_S = 10.0
+_ANSWER = timedelta(seconds=10)
 """How long one call of the store may take."""
 
 
@@ -27,9 +27,7 @@ def host_store(host: str) -> TCPStore:
             f"no store can listen at {host} ({error}); set sync.broadcast.host to an own address"
         ) from error
     port = listener.getsockname()[1]  # by itself torch would listen at every address of the machine
-    return TCPStore(
-        host, port, None, True, seconds(_ANSWER_S), wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(host, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,8 @@ class StoreVisit:
 
 def visit_store(host: str, port: int) -> StoreVisit:
     """Connect. Raises `OSError` or `RuntimeError` when nobody is there."""
-    with socket.create_connection((host, port), timeout=_ANSWER_S) as probe:  # torch would try on and on, loudly
+    patience_s = _ANSWER.total_seconds()
+    with socket.create_connection((host, port), patience_s) as probe:  # by itself torch tries on and on, loudly
         address = probe.getsockname()[0]
-    store = TCPStore(host, port, None, False, seconds(_ANSWER_S), wait_for_workers=False)
+    store = TCPStore(host, port, None, False, _ANSWER, wait_for_workers=False)
     return StoreVisit(store=store, address=address)

@@ -110,7 +110,7 @@ class BroadcastTransport:
             if len(flat.memory) == size_bytes:
                 return flat
         try:
-            return FlatSource(torch.empty(size_bytes, dtype=torch.uint8))
+            return FlatSource(torch.zeros(size_bytes, dtype=torch.uint8))  # padding travels too
         except RuntimeError as error:
             raise DeliveryError(
                 f"no {size_bytes / 1e6:.0f} MB of memory for a version ({error}); make room, or set sync.transport "
