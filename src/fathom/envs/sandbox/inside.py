@@ -378,9 +378,10 @@ def _get(path: str, max_bytes: int) -> bytes:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
     finally:
         os.close(parent)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{path} is not a plain file")
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError(f"{path} is not a plain file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"{path} is larger than {max_bytes} bytes")
