@@ -19,8 +19,8 @@ import msgspec
 from pydantic import JsonValue
 
 from fathom.bench.options import ProbeOptions
-from fathom.envs.gold_check import check_environment
 from fathom.core.ports.environment import Environment
+from fathom.envs.gold_check import check_environment
 from fathom.envs.registry import BUILT_IN, build_environment
 
 _MIN_PYTHON = (3, 11)

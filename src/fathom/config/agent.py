@@ -24,15 +24,19 @@ class LimitsConfig(Section):
 
 
 class AgentConfig(Section):
-    """What the session of a trajectory may use."""
+    """What agents may ask for, and where. A session's context has at most `rollout.max_prompt_tokens +
+    rollout.max_new_tokens` tokens, each answer at most `rollout.max_new_tokens`."""
 
     max_turns: int = Field(default=32, gt=0)
     """Answers of the model in a trajectory at most."""
-    max_context_tokens: int = Field(gt=1)
-    """Tokens of a context at most, the answer included; the engines' contexts are this long."""
     max_sampled_tokens: int | None = Field(default=None, gt=0)
     """Sampled tokens of a trajectory at most. None: what the turns allow."""
     host: str = "127.0.0.1"
     """Interface that the session server listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Its port. 0: any free one."""
+    ignored_parameters: tuple[str, ...] = ()
+    """Parameters of requests that are left out though they would change the answer, e.g. `temperature` of an agent that
+    always sends one. Empty: what cannot be honoured is refused."""
+    max_kept_tokens: int = Field(default=2**27, gt=0)
+    """Tokens that all sessions keep together; beyond them a trajectory fails before it starts."""

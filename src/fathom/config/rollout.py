@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from fathom.config.agent import AgentConfig
 from fathom.config.families import Dtype, EngineKind, Speculation
 from fathom.config.section import DEVICE, Section
 from fathom.config.vllm import VllmConfig
@@ -49,9 +50,10 @@ class RolloutConfig(Section):
     max_in_flight: int = Field(default=64, gt=0, le=2**20)
     """Trajectories running at once."""
     max_new_tokens: int = Field(gt=0)
-    """Sampled tokens per trajectory at most."""
+    """Sampled tokens per trajectory at most; where an agent asks, per answer."""
     max_prompt_tokens: int = Field(gt=0)
-    """Tasks with longer prompts are left out, counted and named."""
+    """Tasks with longer prompts are left out, counted and named. Where an agent asks, no task is: a context may have so
+    many tokens and `max_new_tokens`."""
     sampling: SamplingConfig = SamplingConfig()
     """The distribution."""
     stop_strings: tuple[Annotated[str, Field(pattern="^[^\ufffd]+$")], ...] = ()
@@ -66,6 +68,8 @@ class RolloutConfig(Section):
     experts, and an engine with the capability `routes`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation."""
+    agent: AgentConfig | None = None
+    """Of tasks in which an agent acts only. None: the defaults."""
 
 
 _OF_ITS_START = {"threads", "max_running", "step_tokens", "kv_memory_mb", "host", "port"}

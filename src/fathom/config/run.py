@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from fathom.config.agent import LimitsConfig
 from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker, TransportKind
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig
@@ -50,6 +51,8 @@ class TaskConfig(Section):
     """Processes that grade."""
     grade_timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one grading; after it the worker is killed and the trajectory is ungraded."""
+    limits: LimitsConfig | None = None
+    """Of tasks in which an agent acts only. None: the defaults."""
 
 
 class EvalConfig(Section):

@@ -13,12 +13,16 @@ from pydantic import BaseModel, JsonValue
 
 from fathom.config.load import parse_section
 from fathom.core.errors import ConfigError, DataError, FathomError
+from fathom.core.ports.agent import AgentEnvironment
 from fathom.core.ports.environment import Environment, Task
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from fathom.envs.rows import Rows, RowsOptions
 
-BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., Environment]]] = {
+AnyEnvironment = Environment | AgentEnvironment
+"""Single-turn, or one in which an agent acts."""
+
+BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., AnyEnvironment]]] = {
     "arithmetic": (ArithmeticOptions, Arithmetic),
     "reasoning_gym": (ReasoningGymOptions, ReasoningGym),
     "rows": (RowsOptions, Rows),
@@ -26,7 +30,7 @@ BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., Environment]]] = {
 """Kind to (model of its options, class that takes them)."""
 
 
-def build_environment(kind: str, options: Mapping[str, JsonValue]) -> Environment:
+def build_environment(kind: str, options: Mapping[str, JsonValue]) -> AnyEnvironment:
     """Build and check the environment that `task.kind` and `task.options` name.
 
     A class of one's own, `package.module:ClassName`, may lie in the working directory. If it declares `Options`, a
@@ -54,15 +58,23 @@ def build_environment(kind: str, options: Mapping[str, JsonValue]) -> Environmen
     )
 
 
-def require_environment(candidate: object, origin: str) -> Environment:
-    """Return `candidate` if it satisfies the port and its tasks can be told apart.
+def require_environment(candidate: object, origin: str) -> AnyEnvironment:
+    """Return `candidate` if it satisfies one of the two ports and its tasks can be told apart.
 
     Raises:
         ConfigError: what it lacks. DataError: it has no training tasks.
     """
-    if not isinstance(candidate, Environment):
+    if not isinstance(candidate, Environment | AgentEnvironment):
         lacks = [name for name in ("tasks", "eval_tasks", "grade") if name not in dir(candidate)]
-        raise ConfigError(f"task {origin}: {type(candidate).__name__} is no environment: it has no {', '.join(lacks)}")
+        raise ConfigError(
+            f"task {origin}: {type(candidate).__name__} is no environment: it has no {', '.join(lacks)}"
+            + (" (or `episode`, if an agent acts in it)" if "grade" in lacks else "")
+        )
+    if isinstance(candidate, Environment) and isinstance(candidate, AgentEnvironment):
+        raise ConfigError(
+            f"task {origin}: {type(candidate).__name__} has both `grade` and `episode`: a task is single-turn, or "
+            "an agent acts in it; remove one of them"
+        )
     if not candidate.tasks():
         raise DataError(f"task {origin}: there are no training tasks; check the data and the limits on it")
     seen: set[str] = set()

@@ -54,7 +54,7 @@ class EpisodePlan:
     task: Task
     """The task."""
     prompt_ids: np.ndarray
-    """int32 [P]: the rendered prompt."""
+    """int32 [P]: the rendered prompt. Empty: an agent asks."""
     sampling: SamplingParams
     """The distribution."""
     max_new_tokens: int

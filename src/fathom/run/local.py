@@ -1,6 +1,6 @@
-"""Places a run on one machine: the trainer in this process, each engine in its own, graders in theirs.
+"""Places a run on one machine: the trainer in this process, each engine in its own, graders and agents in theirs.
 
-Importing this loads torch; the graders must have been started before.
+Importing this loads torch; whoever plays and grades must have been started before.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version as library_version
 from pathlib import Path
@@ -25,7 +27,7 @@ from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Engine
 from fathom.core.ports.environment import DemonstratedEnvironment
 from fathom.core.records.demonstration import Demonstration
-from fathom.envs.grading.grader import Grader
+from fathom.envs.agents.processes import AgentProcesses
 from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
@@ -38,11 +40,13 @@ from fathom.run.history.folder import RunFolder
 from fathom.run.history.recorder import Observer, Recorder
 from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
-from fathom.run.parts import Parts
+from fathom.run.parts import Parts, Runner
 from fathom.run.pipeline import Pipeline
 from fathom.run.preflight import access_token, check_engine
 from fathom.run.resolve import Resolved
+from fathom.run.rollouts.agents import agent_runner
 from fathom.run.rollouts.evaluation import Evaluator
+from fathom.run.rollouts.players import Players
 from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
@@ -58,7 +62,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
 async def drive(
     resolved: Resolved,
     folder: RunFolder,
-    grader: Grader,
+    players: Players,
     stop: Stop,
     observers: tuple[Observer, ...],
     launcher: Launcher | None = None,
@@ -81,7 +85,7 @@ async def drive(
     sinks = [SINKS[tracker] for tracker in config.trackers]
     feeds = [TrackerFeed(folder.ledger, partial(sink, folder.path, recorder.incarnation)) for sink in sinks]
     try:
-        reason = await _run(resolved, folder, grader, stop, recorder, checkpoints, newest, launcher)
+        reason = await _run(resolved, folder, players, stop, recorder, checkpoints, newest, launcher)
     except BaseException as error:
         recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=checkpoints.newest_step))
         raise
@@ -97,7 +101,7 @@ async def drive(
 async def _run(
     resolved: Resolved,
     folder: RunFolder,
-    grader: Grader,
+    players: Players,
     stop: Stop,
     recorder: Recorder,
     checkpoints: Checkpoints,
@@ -117,39 +121,50 @@ async def _run(
                 await _begin(resolved, learner, recorder)
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
-        runner = EpisodeRunner(
-            router=fleet.router,
-            decode=resolved.model.tokenizer.decode,
-            grade=grader.grade,
-            stop_ids=resolved.model.tokenizer.special.stop_ids,
-            stop_strings=config.rollout.stop_strings,
-            tokenizer=resolved.renderer.identity,
-            record_routes=config.rollout.record_routes,
-        )
-        pipeline = Pipeline(
-            Parts(
-                config=config,
-                fresh=newest is None,
-                tasks=resolved.train,
-                buffer=buffer,
-                runner=runner,
-                learner=learner,
-                delivery=delivery,
-                fleet=fleet,
-                desk=Desk(fleet, folder.path),
-                recorder=recorder,
-                checkpoints=checkpoints,
-                evaluator=_evaluator(resolved, runner, stop, fleet),
-                stop=stop,
+        async with _runner(resolved, players, fleet) as runner:
+            pipeline = Pipeline(
+                Parts(
+                    config=config,
+                    fresh=newest is None,
+                    tasks=resolved.train,
+                    buffer=buffer,
+                    runner=runner,
+                    learner=learner,
+                    delivery=delivery,
+                    fleet=fleet,
+                    desk=Desk(fleet, folder.path),
+                    recorder=recorder,
+                    checkpoints=checkpoints,
+                    evaluator=_evaluator(resolved, runner, stop, fleet),
+                    stop=stop,
+                )
             )
-        )
-        return await pipeline.run()
+            return await pipeline.run()
     except RunStoppedError:
         return "stopped"
     finally:
         await delivery.close()
         learner.close()
         await fleet.close()
+
+
+@asynccontextmanager
+async def _runner(resolved: Resolved, players: Players, fleet: Fleet) -> AsyncGenerator[Runner]:
+    config, identity = resolved.config, resolved.renderer.identity
+    if isinstance(players, AgentProcesses):
+        assert resolved.turns is not None, "found when the run was resolved"
+        async with agent_runner(config, resolved.turns, players, fleet.router, identity) as runner:
+            yield runner
+        return
+    yield EpisodeRunner(
+        router=fleet.router,
+        decode=resolved.model.tokenizer.decode,
+        grade=players.grade,
+        stop_ids=resolved.model.tokenizer.special.stop_ids,
+        stop_strings=config.rollout.stop_strings,
+        tokenizer=identity,
+        record_routes=config.rollout.record_routes,
+    )
 
 
 async def _begin(resolved: Resolved, learner: Learner, recorder: Recorder) -> None:
@@ -323,13 +338,13 @@ def _buffer(resolved: Resolved, incarnation: int) -> GroupBuffer:
     )
 
 
-def _evaluator(resolved: Resolved, runner: EpisodeRunner, stop: Stop, fleet: Fleet) -> Evaluator | None:
+def _evaluator(resolved: Resolved, runner: Runner, stop: Stop, fleet: Fleet) -> Evaluator | None:
     config = resolved.config
     if config.evaluation is None:
         return None
     return Evaluator(
         config.evaluation,
-        runner,
+        runner.run,
         [(prompted.task, prompted.prompt_ids) for prompted in resolved.held_out],
         max_new_tokens=config.rollout.max_new_tokens,
         concurrency=config.rollout.max_in_flight,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fathom.buffer.group_buffer import GroupBuffer
 from fathom.config.run import RunConfig
-from fathom.rollout.episode import EpisodeRunner
+from fathom.core.records.trajectory import Trajectory
+from fathom.rollout.episode import EpisodePlan
 from fathom.run.history.checkpoint import Checkpoints
 from fathom.run.history.recorder import Recorder
 from fathom.run.learner import Learner
@@ -17,6 +19,14 @@ from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
+
+
+class Runner(Protocol):
+    """Plays trajectories."""
+
+    async def run(self, plan: EpisodePlan) -> Trajectory:
+        """Play one. What an engine, a grader or an agent does is data; only what ends the run is raised."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,7 @@ class Parts:
     """Training tasks."""
     buffer: GroupBuffer
     """Clock, books, data order and groups."""
-    runner: EpisodeRunner
+    runner: Runner
     """Plays trajectories."""
     learner: Learner
     """Takes steps."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
-from fathom.core.ports.environment import DemonstratedEnvironment, Environment, Task
-from fathom.envs.registry import build_environment, require_environment
+from fathom.core.ports.agent import AgentEnvironment
+from fathom.core.ports.environment import DemonstratedEnvironment, Task
+from fathom.envs.registry import AnyEnvironment, build_environment, require_environment
 from fathom.run.preflight import check_machine
 from fathom.run.starting_model import StartingModel
+from fathom.run.turns import TurnText, check_agent_options, check_single_turn_options
 from fathom.text.chat_renderer import ChatRenderer
 
 
@@ -23,7 +25,7 @@ class PromptedTask:
     task: Task
     """The task."""
     prompt_ids: np.ndarray
-    """int32 [P]."""
+    """int32 [P]. Empty: an agent asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +36,12 @@ class Resolved:
     """Validated options."""
     model: StartingModel
     """What it starts from."""
-    environment: Environment
-    """Tasks and grader."""
+    environment: AnyEnvironment
+    """Tasks and grader, or tasks and episodes."""
     renderer: ChatRenderer
     """Messages to ids."""
+    turns: TurnText | None
+    """How conversations with agents are written and read. None: the tasks are single-turn."""
     train: tuple[PromptedTask, ...]
     """Tasks to train on."""
     held_out: tuple[PromptedTask, ...]
@@ -46,7 +50,32 @@ class Resolved:
     """Ids of tasks whose prompts are too long."""
 
 
-def resolve(config: RunConfig, environment: Environment | None = None) -> Resolved:
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Renders tasks, and leaves out those that are too long."""
+
+    renderer: ChatRenderer
+    longest: int
+    _: KW_ONLY
+    asks: bool
+    """False: an agent asks, and tasks need no prompt."""
+
+    def of(self, tasks: Sequence[Task]) -> tuple[tuple[PromptedTask, ...], tuple[str, ...]]:
+        """Those that fit, and the ids of the others."""
+        if not self.asks:
+            return tuple(PromptedTask(task=task, prompt_ids=np.empty(0, np.int32)) for task in tasks), ()
+        kept: list[PromptedTask] = []
+        left_out: list[str] = []
+        for task in tasks:
+            prompt_ids = self.renderer.render_prompt(task.messages)
+            if len(prompt_ids) > self.longest:
+                left_out.append(task.id)
+            else:
+                kept.append(PromptedTask(task=task, prompt_ids=prompt_ids))
+        return tuple(kept), tuple(left_out)
+
+
+def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Resolved:
     """Check what the options refer to: packages, model, tasks, prompts, disk, port.
 
     Args:
@@ -64,12 +93,18 @@ def resolve(config: RunConfig, environment: Environment | None = None) -> Resolv
     else:
         require_environment(environment, "given from Python")
     renderer = ChatRenderer(model.tokenizer, use_template=config.model.chat_template and model.folder is not None)
-    longest = config.rollout.max_prompt_tokens
-    train, left_out = _prompts(environment.tasks(), renderer, longest)
+    turns = None
+    if isinstance(environment, AgentEnvironment):
+        check_agent_options(config)
+        turns = TurnText.of(model.tokenizer)
+    else:
+        check_single_turn_options(config)
+    prompts = _Prompts(renderer, config.rollout.max_prompt_tokens, asks=turns is None)
+    train, left_out = prompts.of(environment.tasks())
     if not train:
         raise ConfigError(
-            f"all {len(left_out)} prompts are longer than rollout.max_prompt_tokens = {longest}; raise it, or choose "
-            "shorter tasks"
+            f"all {len(left_out)} prompts are longer than rollout.max_prompt_tokens = "
+            f"{config.rollout.max_prompt_tokens}; raise it, or choose shorter tasks"
         )
     _check_warm_start(config, environment, renderer, len(train))
     return Resolved(
@@ -77,8 +112,9 @@ def resolve(config: RunConfig, environment: Environment | None = None) -> Resolv
         model=model,
         environment=environment,
         renderer=renderer,
+        turns=turns,
         train=train,
-        held_out=_held_out(config, environment, renderer),
+        held_out=_held_out(config, environment, prompts),
         left_out=left_out,
     )
 
@@ -139,7 +175,7 @@ def _check_model(config: RunConfig, model: StartingModel) -> None:
         )
 
 
-def _check_warm_start(config: RunConfig, environment: Environment, renderer: ChatRenderer, tasks: int) -> None:
+def _check_warm_start(config: RunConfig, environment: AnyEnvironment, renderer: ChatRenderer, tasks: int) -> None:
     if config.warm_start is None:
         return
     if not isinstance(environment, DemonstratedEnvironment):
@@ -154,27 +190,13 @@ def _check_warm_start(config: RunConfig, environment: Environment, renderer: Cha
     renderer.end_id()  # refuses now a tokenizer that cannot end a demonstration
 
 
-def _held_out(config: RunConfig, environment: Environment, renderer: ChatRenderer) -> tuple[PromptedTask, ...]:
+def _held_out(config: RunConfig, environment: AnyEnvironment, prompts: _Prompts) -> tuple[PromptedTask, ...]:
     if config.evaluation is None:
         return ()
-    held_out, _ = _prompts(environment.eval_tasks(), renderer, config.rollout.max_prompt_tokens)
+    held_out, _ = prompts.of(environment.eval_tasks())
     if len(held_out) < config.evaluation.tasks:
         raise ConfigError(
             f"evaluation.tasks = {config.evaluation.tasks}, but the task set holds out only {len(held_out)} "
             "that fit rollout.max_prompt_tokens; lower it"
         )
     return held_out[: config.evaluation.tasks]
-
-
-def _prompts(
-    tasks: Sequence[Task], renderer: ChatRenderer, max_prompt_tokens: int
-) -> tuple[tuple[PromptedTask, ...], tuple[str, ...]]:
-    kept: list[PromptedTask] = []
-    left_out: list[str] = []
-    for task in tasks:
-        prompt_ids = renderer.render_prompt(task.messages)
-        if len(prompt_ids) > max_prompt_tokens:
-            left_out.append(task.id)
-        else:
-            kept.append(PromptedTask(task=task, prompt_ids=prompt_ids))
-    return tuple(kept), tuple(left_out)

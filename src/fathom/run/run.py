@@ -13,13 +13,13 @@ from typing import Self, final
 from fathom.config.load import load_config
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError, RunStoppedError
-from fathom.core.ports.environment import Environment
-from fathom.envs.grading.grader import Grader
+from fathom.envs.registry import AnyEnvironment
 from fathom.rollout.engines.registry import Launcher
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.past import ended_as_asked
 from fathom.run.history.recorder import Observer
 from fathom.run.resolve import Resolved, resolve
+from fathom.run.rollouts.players import players_for
 from fathom.run.stop import Stop
 
 
@@ -48,18 +48,18 @@ class Run:
         run = fathom.Run(config, environment=Riddles())
     """
 
-    def __init__(self, config: RunConfig, *, environment: Environment | None = None) -> None:
+    def __init__(self, config: RunConfig, *, environment: AnyEnvironment | None = None) -> None:
         """Resolve `config`. Raises ConfigError when the run cannot start; nothing heavy is loaded."""
         self.resolved: Resolved = resolve(config, environment)
         self._folder: RunFolder | None = None
 
     @classmethod
-    def from_toml(cls, path: Path, overrides: Sequence[str] = (), *, environment: Environment | None = None) -> Self:
+    def from_toml(cls, path: Path, overrides: Sequence[str] = (), *, environment: AnyEnvironment | None = None) -> Self:
         """A run from a file and `key=value` overrides. Raises ConfigError."""
         return cls(load_config(path, overrides), environment=environment)
 
     @classmethod
-    def resume(cls, folder: Path, *, environment: Environment | None = None) -> Self:
+    def resume(cls, folder: Path, *, environment: AnyEnvironment | None = None) -> Self:
         """Go on with the run in `folder` from its newest checkpoint, as its `config.json` says.
 
         An edited `config.json` holds from here on (to raise `trainer.steps`, for one) and is recorded with the new
@@ -102,18 +102,17 @@ class Run:
     async def _main(self, folder: RunFolder, observers: tuple[Observer, ...], launcher: Launcher | None) -> RunResult:
         stop = Stop()
         stop.listen()
-        task = self.resolved.config.task
-        grader = Grader(self.resolved.environment, workers=task.grader_workers, timeout_s=task.grade_timeout_s)
+        players = players_for(self.resolved)
         try:
             with stop.cancels():
-                await grader.start()
-            from fathom.run.local import drive  # the heavy half: after the graders have started
+                await players.start()
+            from fathom.run.local import drive  # the heavy half: after the players have started
 
-            reason = await drive(self.resolved, folder, grader, stop, observers, launcher)
+            reason = await drive(self.resolved, folder, players, stop, observers, launcher)
         except RunStoppedError:
             reason = "stopped"
         finally:
-            await grader.close()
+            await players.close()
         return RunResult(folder=folder.path, reason=reason, exit_code=stop.exit_code)
 
 

@@ -115,8 +115,9 @@ class _Course:
 
     async def _plain(self, median_s: float) -> float:
         config, options = self._config(SYNC), self.options
-        resolved = resolve(config, self._environment(median_s))
-        grader = Grader(resolved.environment, workers=options.slots, timeout_s=_GRADE_S)
+        environment = self._environment(median_s)
+        resolved = resolve(config, environment)
+        grader = Grader(environment, workers=options.slots, timeout_s=_GRADE_S)
         stand = open_stand(
             self.model,
             self.scratch,

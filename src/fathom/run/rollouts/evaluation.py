@@ -18,7 +18,7 @@ from fathom.core.ports.environment import Task
 from fathom.core.records.sampling import Purpose, SamplingParams
 from fathom.core.records.trajectory import Graded, Trajectory, TrajectoryStatus
 from fathom.ledger.events import Evaluated
-from fathom.rollout.episode import EpisodePlan, EpisodeRunner
+from fathom.rollout.episode import EpisodePlan
 from fathom.run.rollouts.seeds import request_seed
 from fathom.run.stop import Stop
 
@@ -37,7 +37,7 @@ class Evaluator:
     def __init__(
         self,
         config: EvalConfig,
-        runner: EpisodeRunner,
+        play: Callable[[EpisodePlan], Awaitable[Trajectory]],
         tasks: Sequence[tuple[Task, np.ndarray]],
         *,
         max_new_tokens: int,
@@ -46,9 +46,10 @@ class Evaluator:
         stop: Stop,
         recover: Callable[[], Awaitable[object]],
     ) -> None:
-        """`recover` looks after the engines once; a sample that one of them failed is taken again afterwards."""
+        """`play` plays an episode. `recover` looks after the engines once; a sample that one of them failed is taken
+        again afterwards."""
         self._config = config
-        self._runner = runner
+        self._play = play
         self._tasks = tasks
         self._max_new_tokens = max_new_tokens
         self._slots = asyncio.Semaphore(concurrency)
@@ -75,13 +76,13 @@ class Evaluator:
     async def _episode(self, version: PolicyVersion, place: int, sample: int) -> Trajectory:
         """One sample; after an infrastructure failure another attempt with the same seed, so that it stays paired."""
         async with self._slots:
-            ended = await self._runner.run(self._plan(version, place, sample, 0))
+            ended = await self._play(self._plan(version, place, sample, 0))
         for attempt in range(1, _ATTEMPTS):
             if ended.header.status is not TrajectoryStatus.FAILED:
                 break
             await self._recover()
             async with self._slots:
-                ended = await self._runner.run(self._plan(version, place, sample, attempt))
+                ended = await self._play(self._plan(version, place, sample, attempt))
         return ended
 
     def _plan(self, version: PolicyVersion, place: int, sample: int, attempt: int) -> EpisodePlan:

@@ -1,0 +1,68 @@
+"""Where agents find the model: sessions and their server, for as long as the run rolls out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fathom.config.agent import AgentConfig, LimitsConfig
+from fathom.config.run import RunConfig
+from fathom.core.records.trajectory import TokenizerIdentity
+from fathom.envs.agents.processes import AgentProcesses
+from fathom.rollout.agent_episode import AgentEpisodeRunner, SessionTerms
+from fathom.rollout.router.router import Router
+from fathom.rollout.session.server import SessionServer
+from fathom.rollout.session.sessions import Sessions
+from fathom.run.turns import TurnText
+
+_MODEL = "policy"
+"""What agents call the model. They see no versions: it changes under them."""
+
+
+@asynccontextmanager
+async def agent_runner(
+    config: RunConfig,
+    text: TurnText,
+    processes: AgentProcesses,
+    router: Router,
+    identity: TokenizerIdentity,
+) -> AsyncGenerator[AgentEpisodeRunner]:
+    """Serve sessions as long as it is open. Raises ConfigError when the port cannot be used."""
+    rollout, agent = config.rollout, config.rollout.agent or AgentConfig()
+    sessions = Sessions(
+        router.generate,
+        text.renderer,
+        text.readers,
+        max_tokens=agent.max_kept_tokens,
+        idle_s=_longest_s(config.task.limits or LimitsConfig()),
+    )
+    server = SessionServer(
+        sessions,
+        model=_MODEL,
+        host=agent.host,
+        port=agent.port,
+        ignored=frozenset(agent.ignored_parameters),
+    )
+    await server.start()
+    try:
+        yield AgentEpisodeRunner(
+            sessions=sessions,
+            endpoint=server.endpoint,
+            play=processes.play,
+            terms=SessionTerms(
+                max_context_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+                max_turns=agent.max_turns,
+                max_sampled_tokens=agent.max_sampled_tokens,
+                stop_ids=text.tokenizer.special.stop_ids,
+                record_routes=rollout.record_routes,
+            ),
+            tokenizer=identity,
+            forget=router.forget,
+        )
+    finally:
+        await server.close()
+
+
+def _longest_s(limits: LimitsConfig) -> float:
+    """Seconds that an episode has until acting is over. A session lives through them: its end is the episode's."""
+    return limits.boot_s + limits.agent_s + 6 * limits.grace_s + 60.0

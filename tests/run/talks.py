@@ -1,0 +1,96 @@
+"""An environment in which an agent talks: each task says how many turns, and what goes wrong for some members."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from fathom.config.section import Section
+from fathom.core.ids import TaskId
+from fathom.core.ports.agent import AgentEpisode, Endpoint, Transcript
+from fathom.core.ports.environment import Task
+from fathom.core.records.message import Role
+from fathom.core.records.trajectory import Graded
+from fathom.envs.agents import tool_loop
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class TalkOptions(Section):
+    """What happens."""
+
+    turns: int = 3
+    """Answers of the model."""
+    fault: str = ""
+    """`boot`, `act` or `grade`, then `:` and `hang` or `die`: what the first member of each group does."""
+    claims: str = ""
+    """Folder where members find out who is the first."""
+    tasks: int = Field(default=8, gt=0)
+    """Tasks."""
+
+
+class Talk:
+    """The model is greeted, and asked for more, so many times. Each letter a in what it says is worth 1/10."""
+
+    def __init__(self, options: TalkOptions, task: Task) -> None:
+        self.options = options
+        self.task = task
+
+    async def boot(self) -> None:
+        await self.fault("boot")
+
+    async def act(self, endpoint: Endpoint) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"hello {self.task.id}"}]
+        for turn in range(self.options.turns):
+            messages = await tool_loop(endpoint, messages, timeout_s=30.0)
+            if messages[-1]["role"] != "assistant":
+                break  # no room for more
+            messages.append({"role": "user", "content": f"more {turn}"})
+            if turn == 0:
+                await self.fault("act")
+
+    async def grade(self, transcript: Transcript) -> Graded:
+        await self.fault("grade")
+        said = "".join(message.content for message in transcript.messages if message.role is Role.ASSISTANT)
+        return Graded(components={"letters": 0.1 * said.count("a")}, grader="talk/1", answer_found=bool(said))
+
+    async def close(self) -> None:
+        pass
+
+    async def fault(self, phase: str) -> None:
+        """Only in one member of each task's group."""
+        where, _, what = self.options.fault.partition(":")
+        if where != phase:
+            return
+        try:
+            os.close(os.open(Path(self.options.claims) / self.task.id, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if what == "die":
+            os._exit(3)
+        await asyncio.sleep(3600)
+
+
+class Talks:
+    """See `Talk`."""
+
+    Options = TalkOptions
+
+    def __init__(self, options: TalkOptions) -> None:
+        self.options = options
+
+    def tasks(self) -> tuple[Task, ...]:
+        return tuple(Task(id=TaskId(f"t{n}"), messages=(), answer="") for n in range(self.options.tasks))
+
+    def eval_tasks(self) -> tuple[Task, ...]:
+        return tuple(Task(id=TaskId(f"e{n}"), messages=(), answer="") for n in range(4))
+
+    def episode(self, task: Task) -> AgentEpisode:
+        return Talk(self.options, task)
