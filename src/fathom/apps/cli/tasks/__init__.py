@@ -1,0 +1,1 @@
+"""Task folders: made and checked."""

@@ -1,0 +1,96 @@
+"""Generated terminal tasks: the same for the same seed, held-out ones apart, all of them sound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harbor_folders import make_task
+from typer.testing import CliRunner
+
+from fathom.apps.cli.tasks.group import tasks
+from fathom.core.errors import ConfigError, DataError, FathomError
+from fathom.core.records.message import Role
+from fathom.envs.harbor import HarborEnvironment, HarborOptions, read_task
+from fathom.envs.harbor.admission import check_folders
+from fathom.envs.harbor.folder import task_folders
+from fathom.envs.harbor.generating import draw, write_tasks
+from fathom.envs.harbor.generating.families import FAMILIES
+from fathom.envs.harbor.scripted import solved_dialogue
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_instances_follow_from_the_seed_and_held_out_ones_are_never_trained_on() -> None:
+    train, held = draw(5, 200, 40)
+    assert (train, held) == draw(5, 200, 40)
+    assert draw(5, 3, 40)[1] == held
+    assert draw(6, 200, 40) != (train, held)
+    assert len({instance.key for instance in (*train, *held)}) == 240
+    assert not {instance.instruction for instance in train} & {instance.instruction for instance in held}
+    assert len({instance.family for instance in train}) == len(FAMILIES) == len({one.family for one in held})
+    assert all(len(instance.commands) >= 2 and instance.before != instance.after for instance in (*train, *held))
+    with pytest.raises(ConfigError, match="no more different tasks"):
+        draw(0, 10, 8000)  # every way to rename is held out
+
+
+@needs_bwrap
+def test_a_sample_of_each_family_is_admitted_and_its_script_solves_it(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "g", seed=1, count=len(FAMILIES), held_out=2)
+    write_tasks(tmp_path / "h", seed=1, count=len(FAMILIES), held_out=2)
+    assert content(tmp_path / "g") == content(tmp_path / "h")
+    folders = task_folders([tmp_path / "g" / "train"])
+    rows = asyncio.run(check_folders(folders))
+    assert len(rows) == len(FAMILIES)
+    assert [row for row in rows if not row.admitted] == []
+    environment = HarborEnvironment(
+        HarborOptions(folders=(str(tmp_path / "g/train"),), eval_folders=(str(tmp_path / "g/eval"),))
+    )
+    assert (len(environment.tasks()), len(environment.eval_tasks())) == (len(FAMILIES), 2)
+    with pytest.raises(DataError, match="not empty"):
+        write_tasks(tmp_path / "g", seed=1, count=1, held_out=0)
+
+
+@needs_bwrap
+def test_a_scripted_dialogue_holds_what_the_commands_print(tmp_path: Path) -> None:
+    folder = make_task(tmp_path)
+    script = folder / "solution" / "dialogue.json"
+    script.write_text('{"commands": ["wc -l < in", "cat none", "echo 5 > out"], "answer": "done"}')
+    messages = asyncio.run(solved_dialogue(read_task(folder), "sys"))
+    assert [message.role for message in messages] == [
+        Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT, Role.TOOL,
+        Role.ASSISTANT,
+    ]  # fmt: skip
+    assert json.loads(messages[2].tool_calls[0].arguments) == {"command": "wc -l < in"}
+    assert messages[3].content == "5"
+    assert messages[3].tool_call_id == messages[2].tool_calls[0].id
+    assert messages[5].content.endswith("No such file or directory\n[exit code 1]")
+    assert messages[-1].content == "done"
+    script.write_text('{"commands": ["echo 4 > out"], "answer": "done"}')
+    with pytest.raises(DataError, match="reward 0"):
+        asyncio.run(solved_dialogue(read_task(folder)))
+    script.unlink()
+    with pytest.raises(DataError, match="no script"):
+        asyncio.run(solved_dialogue(read_task(folder)))
+
+
+@needs_bwrap
+def test_the_commands(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    made = run(tasks, ["generate", "--seed", "2", "--count", "2", "--held-out", "1", "--out", str(tmp_path / "g")])
+    assert made.exit_code == 0, made.output
+    good = run(tasks, ["check", str(tmp_path / "g" / "train")])
+    assert good.exit_code == 0
+    assert "2 of 2 tasks are admitted" in good.output
+    make_task(tmp_path / "bad", test="true\n")
+    bad = run(tasks, ["check", str(tmp_path / "g" / "eval"), str(tmp_path / "bad")])
+    assert isinstance(bad.exception, FathomError)
+    assert "1 of 2 tasks are admitted" in bad.output
+    assert "left no reward" in bad.output
