@@ -16,9 +16,9 @@ from fathom.apps.cli.runs import runs
 from fathom.apps.cli.show import show
 from fathom.apps.cli.stock.engines import engines
 from fathom.apps.cli.stock.models import models
+from fathom.apps.cli.tasks.group import tasks
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
-from fathom.apps.cli.weights.group import weights
 from fathom.apps.cli.weights.group import weights
 from fathom.core.errors import ConfigError, FathomError
 
@@ -30,6 +30,7 @@ GROUPS: dict[str, typer.Typer] = {
     "fleet": fleet,
     "plan": plan,
     "weights": weights,
+    "tasks": tasks,
     "bench": bench,
 }
 """Commands with sub-commands of their own."""
