@@ -47,6 +47,15 @@ def test_ledger_writes_each_length(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_session_measures_each_history_with_each_number_of_sessions() -> None:
+    record = run("session", turns=[1, 3], sessions=[1, 2], new_tokens=4, window=1, repeats=1)
+    for variant in ("1 sessions, 1 turns", "2 sessions, 3 turns"):
+        assert values(record.samples, variant, "CPU per turn")[0] > 0
+        assert values(record.samples, variant, "direct: wall")[0] > 0
+    assert values(record.samples, "2 sessions, 3 turns", "tokens per session")[0] > 4 * 8
+    assert {target.required for target in record.targets} == {False}
+
+
 def test_train_splits_each_step() -> None:
     record = run("train", max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
     parts = [values(record.samples, "Fathom", part) for part in ("generate and grade", "train", "publish")]

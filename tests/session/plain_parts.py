@@ -16,7 +16,7 @@ VERSION = PolicyVersion(incarnation=1, number=0, digest="d")
 
 
 def ids(text: str) -> np.ndarray:
-    return np.array([ord(each) for each in text], np.int32)
+    return np.array([each if isinstance(each, int) else ord(each) for each in text], np.int32)
 
 
 def text(token_ids) -> str:
@@ -48,12 +48,12 @@ class PlainReader:
 
 
 class PlainReads:
-    def reader(self, tools, stop_strings):
+    def reader(self, tools, stop_strings, turn):
         return PlainReader()
 
 
 class Answers:
-    """Says its lines one after the other, one token a chunk; `hold` makes it wait for `gate` before the last token."""
+    """Says its lines (letters, or lists of ids), one token a chunk; waits for `gate` before the last one."""
 
     def __init__(self, *lines: str, gate=None, failure: Exception | None = None) -> None:
         self.lines = list(lines)
@@ -89,7 +89,7 @@ class Answers:
         )
         return GenerateChunk(
             request_id=request.request_id,
-            token_ids=ids(letter),
+            token_ids=ids([letter]),
             logprobs=np.full(1, -1.0, np.float32),
             policy_version=np.zeros(1, np.int32),
             kv_version=np.zeros(1, np.int32),

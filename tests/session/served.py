@@ -52,7 +52,7 @@ class MarkedReader:
 
 
 class MarkedReads:
-    def reader(self, tools, stop_strings):
+    def reader(self, tools, stop_strings, turn):
         return MarkedReader()
 
 
@@ -105,13 +105,13 @@ class Served:
 
 
 @contextmanager
-def serving(*lines, failure=None, gated=False, **options):
+def serving(*lines, failure=None, gated=False, renderer=None, reads=None, **options):
     """A server whose engine says these lines. `gated`: answers wait for `answers.gate` before their last token."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     answers = Answers(*lines, failure=failure)
-    sessions = Sessions(answers, PlainRenderer(), MarkedReads(), max_tokens=100_000, idle_s=60)
+    sessions = Sessions(answers, renderer or PlainRenderer(), reads or MarkedReads(), max_tokens=100_000, idle_s=60)
     server = SessionServer(sessions, model="m", **options)
     served = Served(loop, server, sessions, answers)
     if gated:

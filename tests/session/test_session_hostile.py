@@ -77,7 +77,7 @@ def test_parts_that_break_fail_the_trajectory_and_never_leave_a_caller_waiting(w
             return super().end(finish_reason)
 
     class Reads:
-        def reader(self, tools, stop_strings):
+        def reader(self, tools, stop_strings, turn):
             if where == "reader":
                 raise KeyError("reader")
             return Reader()

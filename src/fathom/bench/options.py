@@ -71,6 +71,21 @@ class LedgerOptions(Section):
     """Where; the medium matters. None: the working directory."""
 
 
+class SessionOptions(Section):
+    """How long conversations get, and how many there are."""
+
+    turns: tuple[int, ...] = (4, 32, 128)
+    """Turns of history at which a turn is measured."""
+    sessions: tuple[int, ...] = (1, 32, 128)
+    """Sessions that take their turns at once."""
+    new_tokens: int = Field(default=32, gt=0)
+    """Tokens of a question, about, and of an answer, exactly."""
+    window: int = Field(default=4, gt=0)
+    """Turns that are measured together."""
+    repeats: int = Field(default=3, gt=0)
+    """Servers started for each number of sessions."""
+
+
 class SyncPart(StrEnum):
     """What is measured."""
 

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fathom.bench.options import EngineOptions, LedgerOptions, PipelineOptions, ProbeOptions, SyncOptions, TrainOptions
+from fathom.bench.options import (
+    EngineOptions,
+    LedgerOptions,
+    PipelineOptions,
+    ProbeOptions,
+    SessionOptions,
+    SyncOptions,
+    TrainOptions,
+)
 from fathom.bench.record import BenchRecord, Measured, Say, take
 from fathom.config.load import parse_section
 from fathom.config.section import Section
@@ -48,6 +56,12 @@ def _ledger(options: LedgerOptions, say: Say) -> Measured:
     return ledger(options, say)
 
 
+def _session(options: SessionOptions, say: Say) -> Measured:
+    from fathom.bench.workloads.session import session
+
+    return session(options, say)
+
+
 def _sync(options: SyncOptions, say: Say) -> Measured:
     from fathom.bench.workloads.sync.sync import sync
 
@@ -80,6 +94,11 @@ WORKLOADS: dict[str, Workload] = {
         about="Tokens per second that the ledger takes in, by length of trajectory.",
         options=LedgerOptions,
         measure=_ledger,
+    ),
+    "session": Workload(
+        about="A turn through the session server beside the engine alone, by length of history.",
+        options=SessionOptions,
+        measure=_session,
     ),
     "sync": Workload(
         about="A version from the trainer to the engine on one host, and the pause it causes.",

@@ -30,11 +30,12 @@ class Answer:
         self.sampled_tokens = 0
         """Tokens sampled until now."""
         self._parts: list[Heard] = []
+        self._whole: TurnEnded | None = None
         self._failure: Exception | None = None
         self._ended = False
         self._told = False
         self._listeners = 0
-        self._news = asyncio.Event()
+        self._news: asyncio.Event | None = None
 
     @property
     def ended(self) -> bool:
@@ -44,8 +45,7 @@ class Answer:
     @property
     def is_good(self) -> bool:
         """It may be given to a call that is sent again: it runs, or ended well."""
-        last = self._parts[-1] if self._ended and self._parts else None
-        aborted = isinstance(last, TurnEnded) and last.finish_reason is FinishReason.ABORTED
+        aborted = self._whole is not None and self._whole.finish_reason is FinishReason.ABORTED
         return self._failure is None and not aborted
 
     @property
@@ -61,7 +61,11 @@ class Answer:
 
     def end(self, failure: Exception | None = None) -> None:
         """All was told, or it has failed."""
-        self._failure, self._ended = failure, True
+        self._failure, self._ended, self.task = failure, True, None
+        if failure is None:
+            last = self._parts[-1]
+            assert isinstance(last, TurnEnded), "an answer that did not fail has its end"
+            self._whole = last
         self._shrink()
         self._wake()
 
@@ -72,16 +76,17 @@ class Answer:
             Exception: the failure that it ended with.
         """
         position = 0
+        parts = self._parts if self._parts or self._whole is None else _parts_of(self._whole)
         self._listeners += 1
         try:
             while True:
-                news = self._news
-                while position < len(self._parts):
-                    yield self._parts[position]
+                while position < len(parts):
+                    yield parts[position]
                     position += 1
-                if self._ended:
+                if self._ended and position == len(parts):
                     break
-                await news.wait()
+                self._news = self._news or asyncio.Event()
+                await self._news.wait()
             self._told = True
         finally:
             self._listeners -= 1
@@ -90,16 +95,14 @@ class Answer:
             raise self._failure
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     def _shrink(self) -> None:
         """An answer that waits for nobody is kept as its message, which the tree keeps as well."""
-        if not self._ended or self._listeners or self._failure is not None:
-            return
-        ended = self._parts[-1]
-        assert isinstance(ended, TurnEnded), "an answer that did not fail has its end"
-        self._parts = [TurnBegan(prompt_tokens=ended.prompt_tokens), *deltas_of(ended.message), ended]
+        if self._ended and not self._listeners:
+            self._parts = []
 
 
 @final
@@ -109,6 +112,7 @@ class Answers:
     def __init__(self) -> None:
         self._by_call: dict[bytes, list[Answer]] = {}
         self._by_retry: dict[str, Answer] = {}
+        self._running: list[Answer] = []
 
     def find(self, call: TurnCall, key: bytes) -> Answer | None:
         """The answer to this very call, sent before. None: it is new.
@@ -133,6 +137,7 @@ class Answers:
     def add(self, answer: Answer, retry: str) -> None:
         """A new one. `retry`: the retry key of its call, or empty."""
         self._by_call.setdefault(answer.key, []).append(answer)
+        self._running.append(answer)
         if retry:
             self._by_retry[retry] = answer
 
@@ -144,7 +149,12 @@ class Answers:
     @property
     def running(self) -> tuple[Answer, ...]:
         """Those that are still sampled."""
-        return tuple(answer for equal in self._by_call.values() for answer in equal if not answer.ended)
+        self._running = [answer for answer in self._running if not answer.ended]
+        return tuple(self._running)
+
+
+def _parts_of(ended: TurnEnded) -> list[Heard]:
+    return [TurnBegan(prompt_tokens=ended.prompt_tokens), *deltas_of(ended.message), ended]
 
 
 def deltas_of(message: Message) -> Iterator[Delta]:

@@ -145,6 +145,6 @@ class Reader(Protocol):
 class Reads(Protocol):
     """Makes readers."""
 
-    def reader(self, tools: Sequence[Tool], stop_strings: Sequence[str]) -> Reader:
-        """One for the next answer. Text from a stop string on is not told."""
+    def reader(self, tools: Sequence[Tool], stop_strings: Sequence[str], turn: str) -> Reader:
+        """One for the next answer, of the turn of that name. Text from a stop string on is not told."""
         ...

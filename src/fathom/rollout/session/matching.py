@@ -74,6 +74,11 @@ class Prefixes:
         """Equal for equal conversations with equal tools."""
         return self._chain.of(messages, tools)[Strictness.EXACT][-1]
 
+    def settled(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Message, ...]:
+        """Equal messages, those that the last conversation began with as its own objects: kept and compared once."""
+        self._chain.of(messages, tools)
+        return tuple(self._chain.messages)
+
 
 @final
 class _Chain:
@@ -81,20 +86,21 @@ class _Chain:
 
     def __init__(self) -> None:
         self._tools: tuple[Tool, ...] = ()
-        self._messages: list[Message] = []
+        self.messages: list[Message] = []
+        """The last conversation's."""
         self._digests = _first_digests(())
 
     def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[Strictness, list[bytes]]:
         """For each reading, the strictest first, one digest for each number of messages, from none to all."""
         if tuple(tools) != self._tools:
-            self._tools, self._messages = tuple(tools), []
+            self._tools, self.messages = tuple(tools), []
             self._digests = _first_digests(self._tools)
-        same = _equal(self._messages, messages)
+        same = _equal(self.messages, messages)
         for strictness, digests in self._digests.items():
             del digests[same + 1 :]
             for message in messages[same:]:
                 digests.append(_digest(digests[-1], _reading(message, strictness)))
-        self._messages = list(messages)  # these very objects: the next comparison with them looks at no text
+        self.messages[same:] = messages[same:]
         return self._digests
 
 

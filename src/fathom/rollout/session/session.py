@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import msgspec
@@ -121,6 +121,7 @@ class Session:
             EngineError: the engine failed; the call may be repeated.
             RecordError: the engine's answer contradicts itself.
         """
+        call = replace(call, messages=self._prefixes.settled(call.messages, call.tools))
         key = self._key(call)
         answer = self._answers.find(call, key) or self._begin(call, key)
         async with aclosing(answer.listen()) as parts:  # type: ignore[type-var]
@@ -159,7 +160,7 @@ class Session:
         self._check_allowed(call)
         try:
             prompt = self._prompt(call)
-            reader = self._reads.reader(call.tools, call.stop_strings)
+            reader = self._reads.reader(call.tools, call.stop_strings, self._request_id)
         except DataError as error:
             raise CallRefusedError(Refusal.INVALID, str(error), "messages") from error
         except Exception as error:
@@ -172,7 +173,7 @@ class Session:
         answer = Answer(key)
         self._answers.add(answer, call.retry)
         answer.tell(TurnBegan(prompt_tokens=len(prompt.context)))
-        request = self._request(prompt.context, call, self._started, limit)
+        request = self._request(prompt.context, call, limit)
         self._started += 1
         self._meter.begin()
         answer.task = asyncio.create_task(self._sample(answer, call, prompt, request, reader))
@@ -250,13 +251,18 @@ class Session:
         context = np.concatenate([self._tree.context(match.place), token_ids], dtype=np.int32)
         return _Prompt(parent=match.place, token_ids=token_ids, messages=new, context=context, match=match)
 
-    def _request(self, context: np.ndarray, call: TurnCall, number: int, limit: int) -> GenerateRequest:
+    @property
+    def _request_id(self) -> str:
+        """Of the next turn."""
+        return f"{self.plan.name}/t{self._started}"
+
+    def _request(self, context: np.ndarray, call: TurnCall, limit: int) -> GenerateRequest:
         plan = self.plan
         return GenerateRequest(
-            request_id=f"{plan.name}/t{number}",
+            request_id=self._request_id,
             prompt_ids=context,
             sampling=call.sampling or plan.sampling,
-            seed=_turn_seed(plan.seed, number),
+            seed=_turn_seed(plan.seed, self._started),
             max_new_tokens=limit,
             stop_ids=plan.stop_ids,
             stop_strings=call.stop_strings,
