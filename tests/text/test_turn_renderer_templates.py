@@ -7,12 +7,12 @@ import json
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from real_templates import TEMPLATES, TOOLS, called, model, needs_shared, writer
-from real_templates import answer as said
 
 from fathom.core.errors import NotAppendableError
 from fathom.core.records.message import Message, Role
 from fathom.text.chat.uses import Use, use_of
+from synthetic.real_templates import TEMPLATES, TOOLS, called, model, needs_shared, writer
+from synthetic.real_templates import answer as said
 
 pytestmark = needs_shared
 

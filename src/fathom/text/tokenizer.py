@@ -70,10 +70,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"model folder {folder} has no tokenizer.json; give a folder with model and tokenizer")
-        try:
-            core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        core = _core(path)
         description = _read(folder / "tokenizer_config.json")
         texts = _special_texts(_read(folder / "special_tokens_map.json") | description, path)
         ids = {role: _id_of(core, text, path) for role, text in texts.items()}
@@ -84,6 +81,23 @@ class Tokenizer:
             stop_ids=_stop_ids(ids.get("eos_token"), _read(folder / "generation_config.json")),
         )
         return cls(core, special, _template(folder, description))
+
+    @classmethod
+    def load_file(cls, path: Path, template: str) -> Self:
+        """Read a `tokenizer.json` by any name: a tokenizer that names no roles of its special tokens.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        return cls(_core(path), SpecialTokens(texts={}, bos_id=None, eos_id=None, stop_ids=()), template)
+
+    def with_template(self, template: str) -> Tokenizer:
+        """The same with another chat template."""
+        return Tokenizer(self._core, self.special, template)
+
+    def with_special(self, special: SpecialTokens) -> Tokenizer:
+        """The same with other tokens in the roles."""
+        return Tokenizer(self._core, special, self.template)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -108,6 +122,13 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of one id, special tokens written out; a part of a character shows as U+FFFD."""
         return self._core.decode([token_id], skip_special_tokens=False)
+
+
+def _core(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for any malformed file
+        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

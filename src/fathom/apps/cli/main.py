@@ -17,6 +17,7 @@ from fathom.apps.cli.show import show
 from fathom.apps.cli.stock.engines import engines
 from fathom.apps.cli.stock.models import models
 from fathom.apps.cli.tasks.group import tasks
+from fathom.apps.cli.templates.check import template
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
 from fathom.apps.cli.weights.group import weights
@@ -29,6 +30,7 @@ GROUPS: dict[str, typer.Typer] = {
     "engines": engines,
     "fleet": fleet,
     "plan": plan,
+    "template": template,
     "weights": weights,
     "tasks": tasks,
     "bench": bench,

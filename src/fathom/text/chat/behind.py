@@ -168,12 +168,15 @@ def unsettled(messages: Sequence[Message]) -> Iterator[Message]:
     """Messages, the last first, that a template may still write otherwise: down to the answer in words before the last.
 
     Templates delete what led to an answer when it is given, or when a user speaks next. Both is over for what stands
-    in front of an earlier answer.
+    in front of an earlier answer that a user has spoken behind. Some take a user's message that begins with a tag for
+    the result of a tool: that does not count.
     """
+    spoken = False
     yield messages[-1]
     for message in reversed(messages[:-1]):
-        if message.role is Role.ASSISTANT and not message.tool_calls:
+        if spoken and message.role is Role.ASSISTANT and not message.tool_calls:
             return
+        spoken = spoken or (message.role is Role.USER and not message.content.lstrip().startswith("<"))
         yield message
 
 

@@ -56,6 +56,20 @@ class TemplateProperties:
     uses: dict[Use, str]
     """For each use, why what was sampled cannot be gone on from. Empty: it can."""
 
+    @property
+    def meant(self) -> list[Use]:
+        """Uses that a model of this template has: with thoughts only where it thinks, with calls where it calls."""
+        thinking, calling = {Use.THOUGHT_TEXT, Use.THOUGHT_TOOLS}, {Use.TOOLS, Use.SEVERAL, Use.THOUGHT_TOOLS}
+        left_out = set[Use]() if self.thinks else thinking
+        if not self.calls_as:
+            left_out |= calling | {Use.WORDS_TEXT, Use.WORDS_TOOLS}
+        return [use for use in Use if use not in left_out]
+
+    @property
+    def appendable(self) -> bool:
+        """For all these uses conversations go on from what was sampled."""
+        return not any(self.uses[use] for use in self.meant)
+
 
 def probe(text: TemplateText, behind: Behind | None, tokenizer: Tokenizer) -> TemplateProperties:
     """Try a template. `behind`: None where it does not write a question and an answer at all."""

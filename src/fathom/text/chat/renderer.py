@@ -8,12 +8,14 @@ from typing import final
 import numpy as np
 
 from fathom.core.errors import ConfigError, DataError, NotAppendableError
-from fathom.core.records.message import Message, Tool
+from fathom.core.records.message import Message, Role, Tool
 from fathom.text.chat.behind import Behind
 from fathom.text.chat.properties import TemplateProperties, probe
 from fathom.text.chat.template_text import TemplateText
 from fathom.text.chat.uses import use_of
 from fathom.text.tokenizer import Tokenizer
+
+_QUESTION = Message(role=Role.USER, content="fathomquestion")
 
 
 @final
@@ -26,6 +28,8 @@ class TurnRenderer:
             raise ConfigError("the model folder has no chat template; agents need one: choose an instruct model")
         self._tokenizer = tokenizer
         self._text = TemplateText(tokenizer.template, tokenizer.special.texts)
+        if _QUESTION.content not in self._text.write([_QUESTION], (), opened=True):
+            raise ConfigError("the chat template does not write what a user says; is it a chat template?")
         self._behind = _behind(self._text, tokenizer)
         self.properties: TemplateProperties = probe(self._text, self._behind, tokenizer)
         """What was found out about the template."""
