@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -21,6 +22,9 @@ from pydantic import JsonValue
 from fathom.bench.options import ProbeOptions
 from fathom.core.ports.environment import Environment
 from fathom.envs.gold_check import check_environment
+from fathom.envs.harbor.admission import check_folders
+from fathom.envs.harbor.folder import task_folders
+from fathom.envs.harbor.generating import write_tasks
 from fathom.envs.registry import BUILT_IN, build_environment
 
 _MIN_PYTHON = (3, 11)
@@ -28,6 +32,7 @@ _MIN_MEMORY_BYTES, _MIN_DISK_BYTES, _MIN_SHARED_BYTES = 2e9, 1e9, 0.1e9
 _CONNECT_S = 5.0
 _GOLD_TASKS = 50
 _PROBE_TOKENS = 200
+_SANDBOXED_TASKS = 2
 EXTRAS = {
     "reasoning-gym": ("reasoning_gym",),
     "parquet": ("pyarrow",),
@@ -162,6 +167,8 @@ def _extra(extra: str) -> Answer:
 
 def _gold(kind: str) -> Answer:
     """The grader of a built-in environment must give the gold answers 1.0."""
+    if kind == "harbor":
+        return _terminal_tasks()
     if kind == "reasoning_gym" and find_spec("reasoning_gym") is None:
         return Verdict.NOTE, "not checked: its extra is not installed", ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,6 +179,19 @@ def _gold(kind: str) -> Answer:
     if report.faults or not report.checked:
         return Verdict.FAIL, "; ".join(report.faults[:3]) or "nothing was graded", "reinstall fathom-rl with its pins"
     return Verdict.OK, f"{report.checked} of {report.checked} got 1.0", ""
+
+
+def _terminal_tasks() -> Answer:
+    """In a sandbox, the solution of a generated task must get 1, and nothing 0."""
+    if shutil.which("bwrap") is None:
+        return Verdict.NOTE, "not checked: bubblewrap is not installed", ""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tasks(Path(scratch), seed=0, count=_SANDBOXED_TASKS, held_out=0)
+        rows = asyncio.run(check_folders(task_folders([Path(scratch) / "train"])))
+    faults = [row.reason for row in rows if not row.admitted]
+    if faults:
+        return Verdict.NOTE, f"no sandboxes: {faults[0]}", "needed only by tasks with a sandbox, as `harbor`"
+    return Verdict.OK, f"{len(rows)} of {len(rows)} tasks solved in a sandbox", ""
 
 
 def _gold_options(kind: str, scratch: Path) -> dict[str, JsonValue]:

@@ -16,6 +16,7 @@ from fathom.core.errors import ConfigError, DataError, FathomError
 from fathom.core.ports.agent import AgentEnvironment
 from fathom.core.ports.environment import Environment, Task
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
+from fathom.envs.harbor.environment import HarborEnvironment, HarborOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from fathom.envs.rows import Rows, RowsOptions
 
@@ -26,6 +27,7 @@ BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., AnyEnvironment]]] = {
     "arithmetic": (ArithmeticOptions, Arithmetic),
     "reasoning_gym": (ReasoningGymOptions, ReasoningGym),
     "rows": (RowsOptions, Rows),
+    "harbor": (HarborOptions, HarborEnvironment),
 }
 """Kind to (model of its options, class that takes them)."""
 
