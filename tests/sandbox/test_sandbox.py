@@ -136,6 +136,9 @@ def test_a_command_that_takes_too_long_is_killed_with_all_it_started() -> None:
         "python3 -c 'import socket; socket.create_connection((\"8.8.8.8\", 53), 2)'",
         "python3 -c 'import os; os.setuid(0)'",
         "ulimit -u 10000",
+        "python3 -c 'import os; os.memfd_create(\"x\")'",
+        "python3 -c 'import ctypes; exit(ctypes.CDLL(None).shmget(0, 4096, 0o1600) == -1)'",
+        "python3 -c 'import ctypes; exit(ctypes.CDLL(None).syscall(425, 1, 0) == -1)'",
         "mknod /tmp/disk b 254 0",
         "head -c 30000000 /dev/zero > /dev/shm/a && head -c 30000000 /dev/zero > /work/b && "
         "head -c 30000000 /dev/zero > /work/c && head -c 30000000 /dev/zero > /work/d",

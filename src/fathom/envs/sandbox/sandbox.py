@@ -25,6 +25,7 @@ import msgspec
 
 from fathom.core.errors import SandboxError
 from fathom.envs.sandbox.inside import FRAME
+from fathom.envs.sandbox.seccomp import filter_program
 from fathom.envs.sandbox.spec import Ended, Limits, PlacedFile, Ran, SandboxSpec
 from fathom.envs.sandbox.view import ETC_FILES, NOBODY, PYTHON, bwrap_command, require_tools
 
@@ -198,23 +199,24 @@ class Sandbox:
         await process.wait()
 
     async def _spawn(self, bwrap: str, line: int) -> Process:
-        etc = {path: _memory_file(text) for path, text in ETC_FILES.items()}
+        etc = {path: _memory_file(text.encode()) for path, text in ETC_FILES.items()}
+        filters = [_memory_file(program)] if (program := filter_program()) else []
         inside = [PYTHON, "-I", "-S", "-c", _INSIDE.read_text(), str(line), self._spec.workdir]
         try:
             return await asyncio.create_subprocess_exec(
-                *bwrap_command(bwrap, self._spec, etc),
+                *bwrap_command(bwrap, self._spec, etc, filters[0] if filters else None),
                 *inside,
                 stdin=DEVNULL,
                 stdout=DEVNULL,
                 stderr=PIPE,
-                pass_fds=(line, *etc.values()),
+                pass_fds=(line, *etc.values(), *filters),
                 start_new_session=True,
                 env={},
                 cwd="/",
                 **_as_nobody(),
             )
         finally:
-            for fd in etc.values():
+            for fd in (*etc.values(), *filters):
                 os.close(fd)
 
     async def _call(self, header: dict[str, Any], blob: bytes, deadline_s: float) -> tuple[_Answer, bytes]:
@@ -285,8 +287,8 @@ def _as_nobody() -> dict[str, Any]:
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
-def _memory_file(text: str) -> int:
+def _memory_file(content: bytes) -> int:
     fd = os.memfd_create("fathom-sandbox")
-    os.write(fd, text.encode())
+    os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

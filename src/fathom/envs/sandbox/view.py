@@ -41,16 +41,18 @@ def require_tools() -> str:
     return bwrap
 
 
-def bwrap_command(bwrap: str, spec: SandboxSpec, etc_fds: dict[str, int]) -> list[str]:
+def bwrap_command(bwrap: str, spec: SandboxSpec, etc_fds: dict[str, int], filter_fd: int | None) -> list[str]:
     """The command that makes the sandbox; what is to run in it is appended.
 
     Args:
         bwrap: the program.
         spec: what is wanted.
         etc_fds: for each of `ETC_FILES` an open file that it is read from.
+        filter_fd: an open file with the filter of system calls. None: there is none.
     """
     command = [bwrap, "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     command += ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
     command += ["--unshare-cgroup-try", "--disable-userns", "--hostname", "sandbox"]
     command += ["--uid", str(USER_ID), "--gid", str(USER_ID), "--ro-bind", "/usr", "/usr"]
     for link in _TOP_LINKS:
