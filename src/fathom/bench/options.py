@@ -110,7 +110,7 @@ class SyncOptions(Section):
     """Element type of its published weights."""
     transports: tuple[TransportKind, ...] = tuple(TransportKind)
     """Which transports."""
-    repeats: int = Field(default=5, gt=0)
+    repeats: int = Field(default=4, gt=0)
     """Publications counted of each kind. Two before them warm up."""
     changed: float = Field(default=0.02, gt=0, le=1)
     """Share of elements whose last bit flips between two versions; `delta` uses real steps instead."""
@@ -124,7 +124,7 @@ class SyncOptions(Section):
     """`fleet`: numbers of ranks, each with slices, over which a single receiver of `p2p` is spread besides."""
     network_mbit_per_s: tuple[float, ...] = (1000, 200)
     """`network`: speeds of a link."""
-    network_size_mb: int = Field(default=20, gt=0)
+    network_size_mb: int = Field(default=10, gt=0)
     """`network`: size of a version."""
     requests: int = Field(default=16, gt=0)
     """`pause`: generations in flight while it is generating."""

@@ -19,6 +19,7 @@ from fathom.bench.rig.fleet.receiver_process import ReceiverProcess
 from fathom.bench.rig.fleet.timed_transport import TimedTransport
 from fathom.bench.rig.real_steps import Step, answers, cold_step, warm_steps
 from fathom.bench.rig.throttled_files import make_known, throttled_url
+from fathom.bench.workloads.sync.answer import PartAnswer
 from fathom.bench.workloads.sync.crossover import (
     DELTA,
     FULL,
@@ -27,6 +28,7 @@ from fathom.bench.workloads.sync.crossover import (
     measured_speeds,
     rate_variant,
     storage_variant,
+    was_measured,
 )
 from fathom.bench.workloads.sync.fleet import MB, publication_samples
 from fathom.bench.workloads.sync.names import (
@@ -55,7 +57,7 @@ _MOST_MOVED = 0.1
 _SLOW_MB_PER_S = 200.0
 
 
-def measure_delta(options: SyncOptions, model: Path, scratch: Path, say: Say) -> list[Sample]:
+def measure_delta(options: SyncOptions, model: Path, scratch: Path, say: Say) -> PartAnswer:
     """Real steps at each learning rate, each published as a full file and as a delta, at each speed of storage.
 
     At the last learning rate also at half and at twice the speed at which they should take the same time.
@@ -84,12 +86,12 @@ def measure_delta(options: SyncOptions, model: Path, scratch: Path, say: Say) ->
                 publish(steps, lr, mb_per_s)
         share = median(samples, variant, SHARE)
         say(f"delta: {variant}: {share:.1%} of the bytes; crossover: {_speed(crossover)}")
-    return samples
+    return PartAnswer(samples=tuple(samples))
 
 
 def delta_targets(options: SyncOptions, samples: Sequence[Sample]) -> Iterator[Target]:
     """How much travels, whether that is faster over slow storage, and whether the crossover is where it should be."""
-    for lr in options.learning_rates:
+    for lr in filter(lambda lr: was_measured(samples, lr), options.learning_rates):
         variant, crossover = rate_variant(lr), crossover_mb_per_s(samples, lr)
         shares = values(samples, variant, SHARE)
         claim = f"{variant}: share of the bytes that travels, largest of {len(shares)} steps"

@@ -22,6 +22,7 @@ from fathom.bench.rig.fleet.raw.line import RawLine
 from fathom.bench.rig.fleet.raw.link import available
 from fathom.bench.rig.fleet.receiver_process import QUIET, ReceiverProcess
 from fathom.bench.rig.fleet.timed_transport import TimedTransport
+from fathom.bench.workloads.sync.answer import PartAnswer
 from fathom.bench.workloads.sync.names import (
     COMMIT,
     COPY,
@@ -84,18 +85,7 @@ class FleetRequest(msgspec.Struct, frozen=True, tag="bench_fleet.1"):
     """What lies between them, in words. Empty: nothing, one machine."""
 
 
-class FleetAnswer(msgspec.Struct, frozen=True, tag="bench_fleet_answer.1"):
-    """What came of it."""
-
-    samples: tuple[Sample, ...]
-    """See `BenchRecord`."""
-    failures: tuple[str, ...]
-    """What could not be measured though it should have been, and why."""
-    notes: tuple[str, ...]
-    """What was left out on purpose."""
-
-
-async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
+async def measure_fleet(request: FleetRequest, say: Say) -> PartAnswer:
     """Every transport to every number of receivers at every size."""
     os.environ.update(QUIET)
     samples: list[Sample] = []
@@ -124,7 +114,7 @@ async def measure_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
                 say(case.told(samples))
     finally:
         await crew.close()
-    return FleetAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
+    return PartAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
 
 
 _RAW = {
@@ -323,6 +313,6 @@ def one_machine(receivers: int) -> tuple[Node, ...]:
     return (Node(host="127.0.0.1"),) * (1 + receivers)
 
 
-def run_fleet(request: FleetRequest, say: Say) -> FleetAnswer:
+def run_fleet(request: FleetRequest, say: Say) -> PartAnswer:
     """See `measure_fleet`."""
     return asyncio.run(measure_fleet(request, say))

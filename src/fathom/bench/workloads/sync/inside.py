@@ -1,6 +1,6 @@
 """Measure a fleet from inside a network namespace: `python -m fathom.bench.workloads.sync.inside`.
 
-Reads one line of JSON (`FleetRequest`); the one line on standard output is the `FleetAnswer`.
+Reads one line of JSON (`FleetRequest`); the one line on standard output is the `PartAnswer`.
 """
 
 from __future__ import annotations

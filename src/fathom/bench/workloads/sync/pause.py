@@ -11,7 +11,10 @@ from uuid import uuid4
 from fathom.bench.options import SyncOptions
 from fathom.bench.record import Sample, Say, Target, median
 from fathom.bench.rig.fleet.made_up import change
+from fathom.bench.rig.fleet.messages import RawKind
+from fathom.bench.rig.fleet.raw.link import available
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand
+from fathom.bench.workloads.sync.answer import PartAnswer
 from fathom.bench.workloads.sync.names import COMMIT, PAUSE, VERIFY, has
 from fathom.config.families import TransportKind
 from fathom.config.rollout import EngineConfig
@@ -30,12 +33,20 @@ def engine_variant(transport: str, state: str) -> str:
     return f"{transport}, {state}"
 
 
-def measure_pause(options: SyncOptions, model: Path, scratch: Path, say: Say) -> list[Sample]:
+def measure_pause(options: SyncOptions, model: Path, scratch: Path, say: Say) -> PartAnswer:
     """Publish over every transport, idle and generating in turn."""
     samples: list[Sample] = []
+    failures: list[str] = []
+    notes: list[str] = []
     for transport in options.transports:
-        samples += asyncio.run(_transport(options, model, scratch, transport, say))
-    return samples
+        if transport is TransportKind.P2P and not available(RawKind.NIXL):
+            notes.append(f"{transport} to an engine: left out, NIXL is not installed")
+            continue
+        try:
+            samples += asyncio.run(_transport(options, model, scratch, transport, say))
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever fails, the others are measured
+            failures.append(f"{transport} to an engine: {type(error).__name__}: {error}")
+    return PartAnswer(samples=tuple(samples), failures=tuple(failures), notes=tuple(notes))
 
 
 async def _transport(

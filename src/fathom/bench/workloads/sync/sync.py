@@ -6,10 +6,11 @@ import tempfile
 from pathlib import Path
 
 from fathom.bench.options import SyncOptions, SyncPart
-from fathom.bench.record import Measured, Sample, Say, Target
+from fathom.bench.record import Measured, Sample, Say
 from fathom.bench.rig.stand import tiny_model
+from fathom.bench.workloads.sync.answer import PartAnswer
 from fathom.bench.workloads.sync.delta import delta_targets, measure_delta
-from fathom.bench.workloads.sync.fleet import FleetAnswer, FleetRequest, one_machine, run_fleet
+from fathom.bench.workloads.sync.fleet import FleetRequest, one_machine, run_fleet
 from fathom.bench.workloads.sync.network import measure_network
 from fathom.bench.workloads.sync.pause import measure_pause, pause_targets
 from fathom.bench.workloads.sync.targets import failure_target, fleet_ratios, fleet_targets
@@ -18,32 +19,43 @@ from fathom.bench.workloads.sync.targets import failure_target, fleet_ratios, fl
 def sync(options: SyncOptions, say: Say) -> Measured:
     """Measure the parts. What fails is a note and a missed target; the rest is measured all the same."""
     samples: list[Sample] = []
-    targets: list[Target] = []
     failures: list[str] = []
-    notes: list[str] = [*_NOTES]
+    notes: list[str] = [_PHASES]
     with tempfile.TemporaryDirectory(prefix=".fathom-sync-", dir=options.folder or ".") as name:
         scratch = Path(name).resolve()
         model = Path(options.model) if options.model else tiny_model(scratch / "model")
         for part in options.parts:
-            match part:
-                case SyncPart.FLEET:
-                    answer = run_fleet(_fleet(options, scratch), say)
-                case SyncPart.NETWORK:
-                    answer = measure_network(options, scratch, say)
-                case SyncPart.PAUSE:
-                    taken = measure_pause(options, model, scratch, say)
-                    targets += pause_targets(taken)
-                    answer = FleetAnswer(samples=tuple(taken), failures=(), notes=())
-                case SyncPart.DELTA:
-                    taken = measure_delta(options, model, scratch, say)
-                    targets += delta_targets(options, taken)
-                    answer = FleetAnswer(samples=tuple(taken), failures=(), notes=(_delta_note(options),))
+            try:
+                answer = _measure(part, options, model, scratch, say)
+            except Exception as error:  # noqa: BLE001 - the boundary: minutes of other parts are not thrown away
+                answer = PartAnswer(samples=(), failures=(f"{part}: {type(error).__name__}: {error}",))
             samples += answer.samples
             failures += answer.failures
             notes += answer.notes
+    if {SyncPart.PAUSE, SyncPart.DELTA} & set(options.parts):
+        notes.append(_model_note(options))
+    if SyncPart.DELTA in options.parts:
+        notes.append(_DELTA.format(warm_steps=options.warm_steps))
     samples += fleet_ratios(options, samples)
-    targets = [*fleet_targets(options, samples), *targets, failure_target(failures)]
+    targets = [
+        *fleet_targets(options, samples),
+        *pause_targets(samples),
+        *delta_targets(options, samples),
+        failure_target(failures),
+    ]
     return Measured(samples=samples, targets=targets, notes=[*notes, *(f"FAILED: {failure}" for failure in failures)])
+
+
+def _measure(part: SyncPart, options: SyncOptions, model: Path, scratch: Path, say: Say) -> PartAnswer:
+    match part:
+        case SyncPart.FLEET:
+            return run_fleet(_fleet(options, scratch), say)
+        case SyncPart.NETWORK:
+            return measure_network(options, scratch, say)
+        case SyncPart.PAUSE:
+            return measure_pause(options, model, scratch, say)
+        case SyncPart.DELTA:
+            return measure_delta(options, model, scratch, say)
 
 
 def _fleet(options: SyncOptions, scratch: Path) -> FleetRequest:
@@ -59,16 +71,17 @@ def _fleet(options: SyncOptions, scratch: Path) -> FleetRequest:
     )
 
 
-def _delta_note(options: SyncOptions) -> str:
-    model = f"model {options.model}" if options.model else f"the demo's tiny model: {_NO_MODEL}"
-    return (
-        f"delta: {model}; GRPO steps on its own answers to small sums, {options.warm_steps} steps to warm the moments; "
-        "storage is simulated: every read and write of one process sleeps its bytes' time"
-    )
+def _model_note(options: SyncOptions) -> str:
+    if options.model is not None:
+        return f"model of pause and delta: {options.model}"
+    return "model of pause and delta: the demo's tiny one, for want of --model (fathom models fetch smollm2-135m)"
 
 
-_NO_MODEL = "no --model was given; fathom models fetch smollm2-135m"
-_NOTES = (
+_PHASES = (
     "digest and write are the trainer's side; transfer, verify and commit that of the slowest receiver; "
-    "transfer includes getting ready to send",
+    "transfer includes getting ready to send"
+)
+_DELTA = (
+    "delta: GRPO steps on the model's own answers to small sums, {warm_steps} of them to warm Adam's moments; storage "
+    "is simulated: every read and write of a process sleeps its bytes' time, in memory otherwise"
 )
