@@ -33,9 +33,8 @@ class Model(ThreadingHTTPServer):
 
 
 class Answers(BaseHTTPRequestHandler):
-    server: Model
-
     def do_POST(self) -> None:
+        assert isinstance(self.server, Model)
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append(asked)
         commands = self.server.commands[self.headers["authorization"].removeprefix("Bearer ")]
