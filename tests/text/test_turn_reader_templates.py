@@ -106,6 +106,26 @@ def test_the_format_of_calls_is_learned(name):
 @SOME
 @given(data=st.data())
 def test_an_answer_comes_back_as_the_template_wrote_it(name, data):
+    check_it_comes_back(name, data)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@SOME
+@given(data=st.data())
+def test_whatever_is_sampled_is_read_the_same_however_it_is_cut(name, data):
+    check_how_it_is_cut(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_answers(name, data):
+    check_it_comes_back(name, data)
+    check_how_it_is_cut(name, data)
+
+
+def check_it_comes_back(name, data):
     message = data.draw(answers(name))
     ids = sampled(name, message)
     deltas, back = read(model(name)[2].reader(TOOLS, ()), [[each] for each in ids])
@@ -118,10 +138,7 @@ def test_an_answer_comes_back_as_the_template_wrote_it(name, data):
         assert (back.content, back.reasoning) == (message.content, message.reasoning.strip("\n"))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@SOME
-@given(data=st.data())
-def test_whatever_is_sampled_is_read_the_same_however_it_is_cut(name, data):
+def check_how_it_is_cut(name, data):
     tokenizer, _, readers = model(name)
     pieces = data.draw(st.lists(st.one_of(st.sampled_from(MARKS), letters), max_size=12))
     ids = [each for piece in pieces for each in tokenizer.encode(piece)]

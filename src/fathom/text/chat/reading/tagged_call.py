@@ -21,6 +21,7 @@ class TaggedCall:
         self._types = types
         self._name = ""
         self._told = 0
+        self._searched = 0
         gap = r"\s*".join(map(re.escape, written.value_opens.split()))
         self._argument = re.compile(
             rf"\s*{re.escape(written.key_opens)}(.*?){gap}(.*?){re.escape(written.value_closes)}", re.DOTALL
@@ -68,7 +69,10 @@ class TaggedCall:
         written = self._written
         front = text.lstrip()
         if front.startswith(written.key_opens):
-            found = self._argument.match(text)
+            # a long value is not searched again from its beginning with each token of it
+            closed = text.find(written.value_closes, max(0, self._searched - len(written.value_closes))) >= 0
+            found = self._argument.match(text) if closed else None
+            self._searched = len(text) if found is None else 0
             if found is not None:
                 return Step([Written(self._pair(found[1], found[2]))], text[found.end() :], done=False)
             return self._cut(text) if final else Step([], text, done=False)
