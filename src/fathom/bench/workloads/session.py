@@ -46,7 +46,7 @@ async def _measure(rig: _Rig, options: SessionOptions, sessions: int, repeat: in
     opened = rig.ask(OpenCall(sessions=sessions, answer_tokens=options.new_tokens), Opened)
     agents = [_Agent(opened.base_url, key, options) for key in opened.keys]
     await asyncio.gather(*(agent.connect() for agent in agents))
-    empty = rig.ask(LookCall(), Looked)
+    empty = rig.ask(LookCall(tidy=True), Looked)
     samples: list[Sample] = []
     for turn in range(max(options.turns) + options.window):
         before = rig.ask(LookCall(), Looked) if turn in options.turns else None
@@ -65,7 +65,7 @@ async def _measure(rig: _Rig, options: SessionOptions, sessions: int, repeat: in
             ("direct: wall", direct.wall_s),
         ):
             samples.append(_sample(_variant(sessions, turn), measure, "ms", repeat, seconds * 1e3))
-    full = rig.ask(LookCall(), Looked)
+    full = rig.ask(LookCall(tidy=True), Looked)
     grown = (full.resident_bytes - empty.resident_bytes) / sessions
     for measure, unit, value in (
         ("memory per session", "KiB", grown / 1024),

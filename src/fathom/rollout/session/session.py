@@ -279,7 +279,7 @@ class Session:
         """Generate, tell, remember. Whatever goes wrong is told to whoever hears the answer."""
         try:
             chunks = await self._stream(answer, reader, request)
-            routed = self._tree.routed(prompt.parent)
+            routed = self._tree.routed(prompt.parent) if request.want_routes else 0
             sampled = sampled_from(prompt.context, chunks, request.sampling, routes=request.want_routes, routed=routed)
             held_back, message = reader.end(sampled.end.finish_reason)
         except (EngineError, RecordError) as error:

@@ -105,7 +105,14 @@ class TokenTree:
 
     def context(self, place: int) -> np.ndarray:
         """int32 [T]: all tokens from the root to this node, its own included."""
-        return np.concatenate([_token_ids(node) for _, node in self._path(place)], dtype=np.int32)
+        parts: list[np.ndarray] = []
+        at: int | None = place
+        while at is not None:  # not by `_path`: this is what grows with each turn of a long conversation
+            node = self._nodes[at]
+            parts.append(node.token_ids if isinstance(node, Prompt) else node.sampled.token_ids)
+            at = node.parent
+        parts.reverse()
+        return np.concatenate(parts, dtype=np.int32)
 
     def own_tokens(self, place: int) -> np.ndarray:
         """int32: the tokens that this node adds."""

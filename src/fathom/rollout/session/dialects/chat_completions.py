@@ -180,32 +180,30 @@ def _tools(given: Sequence[_Tool], terms: Terms) -> tuple[Tool, ...]:
 
 
 def _message(given: _Message, place: int) -> Message:
-    calls = [
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-        for call in given.tool_calls or ()
-    ]
-    if calls and given.role != "assistant":
-        raise CallRefusedError(
-            Refusal.INVALID, f"messages[{place}]: only the assistant calls tools", f"messages[{place}].tool_calls"
-        )
+    content = given.content
     return Message(
         role=_ROLES[given.role],
-        content=_text(given.content, given.role, place),
+        content=content if isinstance(content, str) else _text(content or (), given.role, place),
         reasoning=given.reasoning_content or given.reasoning or "",
-        tool_calls=tuple(calls),
+        tool_calls=_calls(given.tool_calls, given.role, place) if given.tool_calls else (),
         tool_call_id=given.tool_call_id or "",
         name=given.name or "",
     )
 
 
-def _text(content: str | list[_Part] | None, role: str, place: int) -> str:
+def _calls(given: Sequence[_Call], role: str, place: int) -> tuple[ToolCall, ...]:
+    if role != "assistant":
+        where = f"messages[{place}].tool_calls"
+        raise CallRefusedError(Refusal.INVALID, f"{where}: only the assistant calls tools", where)
+    return tuple(ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in given)
+
+
+def _text(parts: Sequence[_Part], role: str, place: int) -> str:
     """What the model said in parts was one text; parts of others are lines of their own."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    for index, part in enumerate(content):
+    for index, part in enumerate(parts):
         if part.type != "text":
             raise not_text(f"messages[{place}].content[{index}].type", part.type)
-    return ("" if role == "assistant" else "\n").join(part.text for part in content)
+    return ("" if role == "assistant" else "\n").join(part.text for part in parts)
 
 
 @final
