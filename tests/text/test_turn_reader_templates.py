@@ -15,7 +15,7 @@ from fathom.text.chat.reading.written import ChannelCalls, JsonCalls, MarkedCall
 from synthetic.real_templates import TEMPLATES, TOOLS, answer, called, model, needs_shared, user, writer
 
 pytestmark = needs_shared
-SOME = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SOME = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 FORMATS = {
     "qwen2_5_instruct": JsonCalls,
     "qwen3": JsonCalls,
@@ -118,7 +118,7 @@ def test_whatever_is_sampled_is_read_the_same_however_it_is_cut(name, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_answers(name, data):
     check_it_comes_back(name, data)
@@ -169,7 +169,7 @@ def test_half_a_character_at_the_end_is_told_as_damaged():
     assert message.content == tokenizer.decode(ids[:-1])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(ids=st.lists(st.integers(0, 255), max_size=120))
 def test_damaged_bytes_are_spelled_as_the_tokenizer_spells_them_all(ids):
     """Ids below 256 are single bytes."""
