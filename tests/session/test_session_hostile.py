@@ -126,6 +126,37 @@ def test_a_summary_after_a_full_context_does_not_make_the_long_conversation_aban
     asyncio.run(scenario())
 
 
+def test_what_was_thought_is_known_to_the_template_though_the_agent_left_it_out():
+    class Thinker(PlainReader):
+        def end(self, finish_reason):
+            return [], Message(role=Role.ASSISTANT, content=self.said, reasoning="hm")
+
+    class Reads:
+        def reader(self, tools, stop_strings, turn):
+            return Thinker()
+
+    class Watching(PlainRenderer):
+        before = ()
+
+        def extend(self, before, new, tools, last_token):
+            self.before = before
+            return super().extend(before, new, tools, last_token)
+
+    async def scenario():
+        renderer = Watching()
+        opened = with_parts(Answers("hi$", "yo$", "no$"), renderer, Reads())
+        said = [user("x")]
+        for content in ("y", "z"):
+            ended = await ask(opened, *said)
+            said += [Message(role=Role.ASSISTANT, content=ended.message.content), user(content)]
+        await ask(opened, *said)
+        assert [each.reasoning for each in renderer.before] == ["", "hm", "", "hm"]
+        closed = await opened.close()
+        assert (len(closed.payload.branches), closed.matched) == (1, {"content": 2})
+
+    asyncio.run(scenario())
+
+
 def test_the_tokens_of_a_session_are_bounded():
     async def scenario():
         answers = Answers("hello$", "hello$")

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from fathom.core.errors import DataError, EngineError, NotAppendableError, RecordError
+from fathom.core.errors import ConfigError, DataError, EngineError, NotAppendableError, RecordError
 from fathom.core.ports.engine import GenerateChunk, GenerateRequest
 from fathom.core.records.message import Message, Role
 from fathom.core.records.sampling import FinishReason
@@ -92,6 +92,7 @@ class Session:
         self._matched: Counter[Strictness] = Counter()
         self._rendered_whole = 0
         self._started = 0
+        self._thinks = False
         self._turns = 0
         self._sampled_tokens = 0
         self._used_s = clock()
@@ -161,7 +162,7 @@ class Session:
         try:
             prompt = self._prompt(call)
             reader = self._reads.reader(call.tools, call.stop_strings, self._request_id)
-        except DataError as error:
+        except ConfigError as error:  # of the template or the tokenizer: about this conversation
             raise CallRefusedError(Refusal.INVALID, str(error), "messages") from error
         except Exception as error:
             self._trouble = (TrajectoryStatus.FAILED, f"render_error: {error!r}")
@@ -244,12 +245,23 @@ class Session:
         assert isinstance(turn, SampledTurn), "only histories that end in a turn are remembered"
         sampled, new = turn.sampled.token_ids, call.messages[match.messages :]
         last = int(sampled[-1]) if len(sampled) else None
+        before = self._with_thoughts(call.messages[: match.messages], match.place)
         try:
-            token_ids = _ids(self._renderer.extend(call.messages[: match.messages], new, call.tools, last))
+            token_ids = _ids(self._renderer.extend(before, new, call.tools, last))
         except NotAppendableError:
             return None
         context = np.concatenate([self._tree.context(match.place), token_ids], dtype=np.int32)
         return _Prompt(parent=match.place, token_ids=token_ids, messages=new, context=context, match=match)
+
+    def _with_thoughts(self, given: tuple[Message, ...], place: int) -> tuple[Message, ...]:
+        """A known history with what was thought: agents may leave it out, and it stands in the context all the same."""
+        known = self._tree.messages(place) if self._thinks else ()
+        if len(known) != len(given):
+            return given
+        return tuple(
+            one if one.reasoning == other.reasoning else msgspec.structs.replace(one, reasoning=other.reasoning)
+            for one, other in zip(given, known, strict=True)
+        )
 
     @property
     def _request_id(self) -> str:
@@ -294,6 +306,7 @@ class Session:
         place = self._tree.add_turn(asked, sampled, message)
         self._prefixes.remember((*call.messages, message), call.tools, place)
         self._trouble = None
+        self._thinks = self._thinks or bool(message.reasoning)
         self._turns += 1
         self._sampled_tokens += len(sampled.token_ids)
         ended = _ended(message, sampled, request)
