@@ -331,6 +331,28 @@ def test_a_sandbox_whose_first_process_is_killed_says_so() -> None:
     asyncio.run(go())
 
 
+def test_a_sandbox_that_hangs_is_closed_all_the_same() -> None:
+    async def go() -> None:
+        sandbox = Sandbox(SandboxSpec())
+        await sandbox.open()
+        await sandbox.run("sleep 300 &", 20)
+        (bwrap,) = live()
+        pids = inside(bwrap)
+        (first,) = [pid for pid in pids if str(bwrap) in Path(f"/proc/{pid}/stat").read_text().split()[3]]
+        os.kill(first, signal.SIGSTOP)
+        await sandbox.close()
+        async with asyncio.timeout(10):
+            while exist(pids):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(go())
+
+
+def test_a_shell_may_close_what_it_prints_to() -> None:
+    first, second, third = ran("exec >&- 2>&-", "echo lost; touch here", "exit 0")
+    assert (first.exit_code, second.stdout, third.ended) == (0, "", Ended.SHELL_ENDED)
+
+
 def test_many_at_once() -> None:
     async def one(number: int) -> str:
         async with Sandbox(SandboxSpec()) as sandbox:

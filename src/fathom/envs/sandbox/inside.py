@@ -74,6 +74,7 @@ class Shell:
         self.out, out = os.pipe()
         self.err, err = os.pipe()
         self.status: int | None = None
+        self.sources = [self.out, self.err, self.codes]
         self.said = b""
         self.kept = {self.out: Kept(limits["output_bytes"]), self.err: Kept(limits["output_bytes"])}
         self.pid = os.fork()
@@ -89,11 +90,13 @@ class Shell:
             os.set_blocking(fd, False)
 
     def read(self, fd: int) -> bool:
-        """Take what is there. False: there is nothing now."""
+        """Take what is there. False: there is nothing now, or never again."""
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return False
+        if not data and fd in self.sources:
+            self.sources.remove(fd)
         if fd == self.codes:
             self.said = (self.said + data)[-64:]
         else:
@@ -246,22 +249,20 @@ class Supervisor:
         while True:
             shell = self.shell
             sources = [self.line.fileno(), self.woken]
-            sources += [shell.out, shell.err, shell.codes] if shell else []
+            sources += shell.sources if shell else []
             sinks = [shell.orders] if shell and unsent else []
             ready, writable, _ = select.select(sources, sinks, [], None if unsent is None else _LOOK_S)
-            quiet = False
             if shell is not None:
-                for fd in (shell.out, shell.err, shell.codes):
-                    if fd in ready and not shell.read(fd):
-                        quiet = True  # at its end, and so always ready: the shell is ending
+                for fd in set(ready) & set(shell.sources):
+                    shell.read(fd)
             if writable and shell is not None and unsent:
                 try:
                     unsent = unsent[os.write(shell.orders, unsent) :]
-                except (BlockingIOError, BrokenPipeError):
-                    quiet = True
+                except BlockingIOError:
+                    pass
+                except BrokenPipeError:  # the shell is ending, which is heard of when it has
+                    unsent = b""
             self.reap(ready)
-            if quiet:
-                time.sleep(0.005)
             if unsent is not None or self.line.fileno() in ready:
                 return unsent or b""
 

@@ -36,7 +36,7 @@ MAX_TRANSFER_BYTES = 64 << 20
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _GRACE_S = 20.0
-_CLOSE_S = 5.0
+_CLOSE_S = 2.0
 _INSIDE = Path(__file__).with_name("inside.py")
 
 
@@ -135,7 +135,7 @@ class Sandbox:
             SandboxError: the sandbox is gone, or the command holds a NUL character or is longer than
                 `MAX_COMMAND_BYTES`.
         """
-        blob = command.encode(errors="surrogatepass" if command.isascii() else "replace")
+        blob = command.encode(errors="replace")
         if b"\0" in blob or len(blob) > MAX_COMMAND_BYTES:
             raise SandboxError(f"a command has no NUL character and at most {MAX_COMMAND_BYTES} bytes")
         answer, output = await self._call({"op": "run", "timeout_s": timeout_s}, blob, timeout_s + _GRACE_S)
@@ -190,12 +190,13 @@ class Sandbox:
         if process is None:
             return
         try:
-            async with asyncio.timeout(_CLOSE_S):
-                await process.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await process.wait()
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
-                    process.kill()
+                    process.kill()  # the kernel then kills the first process, and with it all others
         await process.wait()
 
     async def _spawn(self, bwrap: str, line: int) -> Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
 
@@ -30,8 +30,8 @@ class Limits:
     """What is kept of each of stdout and stderr: half from the start, half from the end."""
 
     def __post_init__(self) -> None:
-        for name in ("cpu_s", "memory_bytes", "num_processes", "file_bytes", "output_bytes"):
-            if getattr(self, name) <= 0:
+        for name, most in asdict(self).items():
+            if most <= 0:
                 raise ConfigError(f"sandbox limit {name} must be above 0")
 
 
