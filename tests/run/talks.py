@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 from pydantic import Field
 
 from fathom.config.section import Section
@@ -31,7 +33,7 @@ class TalkOptions(Section):
     fault: str = ""
     """`boot`, `act` or `grade`, then `:` and `hang` or `die`: what the first member of each group does."""
     claims: str = ""
-    """Folder where members find out who is the first."""
+    """Folder where members find out who is the first. Of `fault` only."""
     tasks: int = Field(default=8, gt=0)
     """Tasks."""
 
@@ -48,6 +50,9 @@ class Talk:
 
     async def act(self, endpoint: Endpoint) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"hello {self.task.id}"}]
+        if self.task.answer == "act:retry":
+            await ask_twice(endpoint, messages)
+            return
         for turn in range(self.options.turns):
             messages = await tool_loop(endpoint, messages, timeout_s=30.0)
             if messages[-1]["role"] != "assistant":
@@ -65,17 +70,34 @@ class Talk:
         pass
 
     async def fault(self, phase: str) -> None:
-        """Only in one member of each task's group."""
-        where, _, what = self.options.fault.partition(":")
-        if where != phase:
-            return
-        try:
-            os.close(os.open(Path(self.options.claims) / self.task.id, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
+        """What the task says, or what one member of each group is to do."""
+        where, _, what = (self.task.answer or self.options.fault).partition(":")
+        if where != phase or not (self.task.answer or self.is_first()):
             return
         if what == "die":
             os._exit(3)
         await asyncio.sleep(3600)
+
+    def is_first(self) -> bool:
+        """Of all that try the same task."""
+        try:
+            os.close(os.open(Path(self.options.claims) / self.task.id, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+async def ask_twice(endpoint: Endpoint, messages: list[dict[str, Any]]) -> None:
+    """Give up before the answer can be there, and ask again, as official clients do."""
+    body = {"model": endpoint.model, "messages": messages}
+    headers = {"authorization": f"Bearer {endpoint.key}"}
+    async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers, verify=False) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30.0, read=0.05))
+        again = await client.post(
+            "/v1/chat/completions", json=body, timeout=30.0, headers={"x-stainless-retry-count": "1"}
+        )
+        again.raise_for_status()
 
 
 class Talks:

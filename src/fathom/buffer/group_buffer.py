@@ -21,7 +21,7 @@ from fathom.core.errors import BooksError, NoProgressError
 from fathom.core.ids import GroupId, Occurrence, TaskId, TrajectoryId, group_id, trajectory_id
 from fathom.core.records.states import AttemptState, Fate
 from fathom.core.records.step import StepOutcome, TrainBatch
-from fathom.core.records.trajectory import Trajectory
+from fathom.core.records.trajectory import Trajectory, Ungraded
 from fathom.ledger.events import AttemptMoved, GroupDequeued, GroupStarted, OccurrenceClosed, TrajectoryEnded
 
 FRUITLESS_BATCHES = 32
@@ -145,7 +145,7 @@ class GroupBuffer:
         running.ended[header.id] = trajectory
         self.books.record(header.id, payload.num_sampled)
         oldest = payload.oldest_version
-        turns = [turn for branch in payload.branches for turn in branch.turns]
+        turns = [turn for turn, _ in payload.calls]
         ended = TrajectoryEnded(
             trajectory=header.id,
             arrival_age=None if oldest is None else self.clock.version - oldest,
@@ -154,6 +154,9 @@ class GroupBuffer:
             cached_tokens=sum(turn.cached_tokens for turn in turns),
             drafted_tokens=sum(turn.drafted_tokens for turn in turns),
             accepted_tokens=sum(turn.accepted_tokens for turn in turns),
+            turns=len(turns),
+            known_tokens=sum(known for _, known in payload.calls),
+            ungraded=header.reward.cause if isinstance(header.reward, Ungraded) else "",
         )
         complete = len(running.ended) == len(running.started.members)
         return Arrival(ended=ended, facts=tuple(self._finish(running, now_s)) if complete else ())

@@ -58,6 +58,12 @@ class TrajectoryEnded(msgspec.Struct, frozen=True, tag="trajectory_ended.1"):
     """Tokens guessed by speculation and checked by the model."""
     accepted_tokens: int
     """Of those, guesses that were right and saved a forward."""
+    turns: int = 1
+    """Its calls."""
+    known_tokens: int = 0
+    """Prompt tokens that an earlier call of its own had computed: what a perfect prefix cache of its own would give."""
+    ungraded: str = ""
+    """Cause for which it has no reward. Empty: it has one, or its ledger is older than this field."""
 
 
 class AttemptMoved(msgspec.Struct, frozen=True, tag="attempt_moved.1"):

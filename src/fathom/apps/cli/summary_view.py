@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.run_summary import RunSummary
+from fathom.evidence.report.turns import TurnsSummary
 from fathom.evidence.runs import RunListing
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -30,6 +31,10 @@ def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
         yield _routes(summary, summary.routes)
     if summary.fortunes:
         yield _fortunes(summary)
+    if summary.turns is not None:
+        yield _turns(summary.turns)
+    if summary.ungraded:
+        yield _ungraded(summary)
     if summary.publications is not None or summary.throughput is not None:
         yield _speed(summary)
     if len(summary.engines) > 1 or any(life.fenced for life in summary.engines):
@@ -173,6 +178,26 @@ def _fortunes(summary: RunSummary) -> RenderableType:
         tokens = (f"{part.tokens_mean:.1f}", f"{part.tokens_p50:.0f}", f"{part.tokens_p95:.0f}")
         seconds = (f"{part.seconds_mean:.2f}", f"{part.seconds_p50:.2f}", f"{part.seconds_p95:.2f}")
         table.add_row(_words(part.state), f"{part.count:,}", *tokens, *seconds)
+    return table
+
+
+def _turns(turns: TurnsSummary) -> RenderableType:
+    table = _facts("turns")
+    table.add_row("per trajectory", f"mean {turns.turns_mean:.1f}, most {turns.turns_max}")
+    table.add_row(
+        "tokens", f"mean {turns.prompt_tokens_mean:,.0f} sent and {turns.sampled_tokens_mean:,.0f} sampled a trajectory"
+    )
+    table.add_row(
+        "prefix cache",
+        f"{turns.hit_rate:.1%} of the tokens sent; {turns.hit_rate_bound:.1%} were known from a trajectory's own turns",
+    )
+    return table
+
+
+def _ungraded(summary: RunSummary) -> RenderableType:
+    table = _facts("without a reward")
+    for cause, count in summary.ungraded:
+        table.add_row(cause, f"{count:,}")
     return table
 
 

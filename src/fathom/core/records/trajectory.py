@@ -185,6 +185,19 @@ class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
         return sum(int(branch.sampled[branch.shared_prefix :].sum()) for branch in self.branches)
 
     @property
+    def calls(self) -> tuple[tuple[Turn, int], ...]:
+        """Every generation call once, with the leading tokens of its prompt that an earlier call had computed: its own
+        branch's turn before it, prompt and answer, or what it shares with the branch that it left."""
+        found: list[tuple[Turn, int]] = []
+        for branch in self.branches:
+            known = 0
+            for turn in branch.turns:
+                if turn.start >= branch.shared_prefix:
+                    found.append((turn, max(known, min(branch.shared_prefix, turn.start))))
+                known = turn.end
+        return tuple(found)
+
+    @property
     def oldest_version(self) -> int | None:
         """Smallest policy version number of any sampled token. None: nothing was sampled."""
         numbers = [int(branch.policy_version.min()) for branch in self.branches if len(branch.policy_version)]

@@ -8,6 +8,7 @@ from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.books_summary import BooksSummary, Fortune
 from fathom.evidence.report.engines import EngineLife
 from fathom.evidence.report.paired import PairedDifference
+from fathom.evidence.report.turns import TurnsSummary
 from fathom.evidence.run_state import RunState
 
 
@@ -182,6 +183,10 @@ class RunSummary:
     """Tokens that speculation drafted. 0: it was off."""
     accepted_tokens: int
     """Of those, tokens that saved a forward."""
+    turns: TurnsSummary | None
+    """Turns and prefix cache. None: the tasks are single-turn."""
+    ungraded: tuple[tuple[str, int], ...]
+    """Causes for which trajectories have no reward, and how many have each; the most frequent first."""
     engines: tuple[EngineLife, ...]
     """Every engine and what became of it, undone work included."""
     faults: tuple[FaultCount, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fathom.core.records.step import MismatchSlice
 from fathom.evidence.report.books_summary import fortunes, summarise_books
 from fathom.evidence.report.engines import engine_lives
@@ -17,6 +19,7 @@ from fathom.evidence.report.run_summary import (
     StepPoint,
     Throughput,
 )
+from fathom.evidence.report.turns import summarise_turns
 from fathom.evidence.run_state import state_of
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import (
@@ -73,6 +76,8 @@ def summarise(reader: LedgerReader) -> RunSummary:
         ),
         drafted_tokens=sum(end.drafted_tokens for end in ends),
         accepted_tokens=sum(end.accepted_tokens for end in ends),
+        turns=summarise_turns(ends),
+        ungraded=tuple(Counter(end.ungraded for end in ends if end.ungraded).most_common()),
         engines=engine_lives(reader),
         faults=_faults(reader),
     )
