@@ -151,6 +151,7 @@ class Supervisor:
         self.limits: dict[str, int] = {}
         self.env: dict[str, str] = {}
         self.shell: Shell | None = None
+        self.looked = 0.0
         self.woken, wake = os.pipe()
         for fd in (self.woken, wake):
             os.set_blocking(fd, False)
@@ -231,12 +232,15 @@ class Supervisor:
 
     def limit_met(self, shell: Shell, deadline: float) -> str:
         """The limit that a command has met; `exited`: none."""
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return "timeout"
         if sum(kept.total for kept in shell.kept.values()) > _FLOOD_BYTES:
             return "output"
-        if _memory_bytes() > self.limits["memory_bytes"]:
-            return "memory"
+        if now >= self.looked + _LOOK_S:
+            self.looked = now
+            if _memory_bytes() > self.limits["memory_bytes"]:
+                return "memory"
         return "exited"
 
     def wait(self, unsent: bytes | None) -> bytes:

@@ -180,7 +180,10 @@ class Sandbox:
         await self._call({"op": "empty", "path": folder}, b"", _GRACE_S)
 
     async def close(self) -> None:
-        """End every process of the sandbox, and wait until they are gone. Safe to call twice, and while it is used."""
+        """End every process of the sandbox, and wait until they are gone. Safe to call twice, and while it is used.
+
+        A first process that does not end by itself is killed by the kernel; then the others may take a moment more.
+        """
         self._fail("it was closed")
         process, self._process = self._process, None
         if self._writer is not None:
