@@ -78,7 +78,12 @@ def test_links_are_as_slow_as_asked_and_gone_afterwards(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_steps_are_published_as_files_and_as_deltas(tmp_path: Path) -> None:
     record = run(
-        parts=["delta"], warm_steps=1, steps=2, learning_rates=[1e-6], storage_mb_per_s=[2], folder=str(tmp_path)
+        parts=["delta"],
+        warm_steps=1,
+        counted_steps=2,
+        learning_rates=[1e-6],
+        storage_mb_per_s=[2],
+        folder=str(tmp_path),
     )
     shares = values(record.samples, "lr 1e-06", "share moved")
     assert len(shares) == 2

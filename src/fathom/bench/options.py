@@ -136,7 +136,7 @@ class SyncOptions(Section):
     """`delta`: learning rates of Adam."""
     warm_steps: int = Field(default=16, gt=0)
     """`delta`: steps before those counted, so that Adam's moments are those of a run under way."""
-    steps: int = Field(default=3, gt=0)
+    counted_steps: int = Field(default=3, gt=0)
     """`delta`: steps counted at each learning rate, each published."""
     storage_mb_per_s: tuple[float, ...] = (200,)
     """`delta`: speeds of a simulated storage. At the last learning rate half and twice the crossover are added."""

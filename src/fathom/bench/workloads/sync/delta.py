@@ -62,7 +62,7 @@ def measure_delta(options: SyncOptions, model: Path, scratch: Path, say: Say) ->
 
     At the last learning rate also at half and at twice the speed at which they should take the same time.
     """
-    batches = answers(model, scratch, options.dtype, options.warm_steps + options.steps)
+    batches = answers(model, scratch, options.dtype, options.warm_steps + options.counted_steps)
     say(f"delta: {len(batches)} batches of answers")
     samples: list[Sample] = []
 
