@@ -35,10 +35,10 @@ MARKS = [
     *['{"name": "run", "arguments": {"path": "a}"}}', '{"name": "run", "parameters": {}}', '{"name":', '"arguments":'],
     *['"', "{", "}", "\\", ",", "run\n", "👩‍👩‍👧", "function", '{"a": 2,', "[1]", "STOP", "ST"],
 ]
-composed = st.characters(exclude_categories=("Cs", "Mn", "Mc", "Me"), exclude_characters="<>|｜{}").map(
-    lambda letter: unicodedata.normalize("NFC", letter)  # as Qwen's tokenizer does
+characters = st.characters(exclude_categories=("Cs", "Mn", "Mc", "Me"), exclude_characters="<>|｜{}")
+letters = st.text(characters, min_size=1, max_size=8).map(
+    lambda text: unicodedata.normalize("NFC", text)  # as Qwen's tokenizer does
 )
-letters = st.text(composed, min_size=1, max_size=8)
 said = letters.map(str.strip)
 values = {"path": letters, "count": st.integers(-5, 5), "deep": st.booleans(), "more": st.just({"k": [1, "é"]})}
 
