@@ -135,3 +135,22 @@ class CommandEpisode(Episode):
 class Commands(Deeds):
     def episode(self, of: Task) -> Episode:
         return CommandEpisode(of)
+
+
+async def _play_for_ever() -> None:
+    """Print the process ids below this one while an episode runs that has started others, then hang."""
+    from test_agent_processes import ENDPOINT, Told, processes_below
+
+    from fathom.config.agent import LimitsConfig
+    from fathom.envs.agents import AgentProcesses
+
+    async with AgentProcesses(Deeds(), LimitsConfig()) as processes:
+        playing = asyncio.create_task(processes.play(task("boot:leave", "act:hang"), ENDPOINT, Told()))
+        while len(found := processes_below(os.getpid())) < 3 + 5:
+            await asyncio.sleep(0.05)
+        print(*found, flush=True)
+        await playing
+
+
+if __name__ == "__main__":
+    asyncio.run(_play_for_ever())

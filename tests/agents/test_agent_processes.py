@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import agent_deeds
 import pytest
 from agent_deeds import Commands, Deeds, task
 
@@ -223,3 +227,25 @@ def test_a_program_is_an_agent(loop, commands, command, acting, detail):
     assert played.acting is acting
     assert detail in played.detail
     assert isinstance(played.reward, Graded)
+
+
+def test_kill_9_of_the_run_leaves_nothing_of_an_episode():
+    run = subprocess.Popen([sys.executable, str(Path(agent_deeds.__file__))], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    started = {int(pid) for pid in run.stdout.readline().split()}
+    assert len(started) >= 8, "a resource tracker, a keeper, an episode and five that it started"
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 10
+    while left := {pid for pid in started if is_running(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """It is there, and not only waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
