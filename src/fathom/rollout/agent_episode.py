@@ -15,6 +15,7 @@ from fathom.core.ids import trajectory_id
 from fathom.core.ports.agent import Acting, Endpoint, Play, Played, Transcript
 from fathom.core.records.sampling import FinishReason, Purpose
 from fathom.core.records.trajectory import (
+    Reward,
     SessionFacts,
     TokenizerIdentity,
     TokenPayload,
@@ -147,7 +148,7 @@ class _Ended:
     closed: Closed
 
     @classmethod
-    def before(cls, reward: object) -> _Ended:
+    def before(cls, reward: Reward) -> _Ended:
         """It failed before anything could be asked."""
         cause = f"{reward.cause}: {reward.detail}" if isinstance(reward, Ungraded) else "nothing was played"
         return cls(status=TrajectoryStatus.FAILED, cause=cause, closed=_empty(TrajectoryStatus.FAILED, cause))
