@@ -331,6 +331,7 @@ def test_a_sandbox_whose_first_process_is_killed_says_so() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_hangs_is_closed_all_the_same() -> None:
     async def go() -> None:
         sandbox = Sandbox(SandboxSpec())

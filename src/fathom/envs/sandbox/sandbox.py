@@ -35,6 +35,7 @@ MAX_TRANSFER_BYTES = 64 << 20
 """Most that one `put` or `get` moves."""
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_FIRST_ENDED = "its first process ended"
 _GRACE_S = 20.0
 _CLOSE_S = 2.0
 _INSIDE = Path(__file__).with_name("inside.py")
@@ -235,7 +236,8 @@ class Sandbox:
                 await self._writer.drain()
                 answer, data = await future
         except (TimeoutError, ConnectionError) as error:
-            self._fail(f"it did not answer {header['op']!r} within {deadline_s:g} s")
+            slow = isinstance(error, TimeoutError)
+            self._fail(f"it did not answer {header['op']!r} within {deadline_s:g} s" if slow else _FIRST_ENDED)
             raise SandboxError(f"the sandbox is gone: {self._gone}") from error
         finally:
             self._waiting.pop(number, None)
@@ -245,7 +247,7 @@ class Sandbox:
         return answer, data
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        reason = "its first process ended"
+        reason = _FIRST_ENDED
         try:
             while True:
                 size, blob_size = FRAME.unpack(await reader.readexactly(FRAME.size))
