@@ -67,7 +67,7 @@ def test_there_are_commands_to_check() -> None:
         "fathom fly",
         "fathom show RUN --jason",
         "fathom train x.toml trainer.stps=3",
-        "fathom bench sync steps=3",
+        "fathom bench sync hops=3",
         "fathom train recipes/x.toml",
     ],
 )

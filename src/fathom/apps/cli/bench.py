@@ -65,6 +65,11 @@ def ledger(overrides: Overrides = None, out: Out = DEFAULT_OUT, as_json: AsJson 
     _measure("ledger", overrides, {}, out, as_json)
 
 
+def session(overrides: Overrides = None, out: Out = DEFAULT_OUT, as_json: AsJson = False) -> None:
+    """See `WORKLOADS`."""
+    _measure("session", overrides, {}, out, as_json)
+
+
 def sync(
     overrides: Overrides = None,
     model: Model = None,
@@ -116,6 +121,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "engine": engine,
     "pipeline": pipeline,
     "ledger": ledger,
+    "session": session,
     "sync": sync,
     "train": train,
 }
