@@ -72,7 +72,7 @@ class Sandbox:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[_Answer, bytes]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[_Answer, bytes] | None]] = {}
         self._gone = "it is not open"
 
     async def __aenter__(self) -> Self:
@@ -234,13 +234,16 @@ class Sandbox:
             async with asyncio.timeout(deadline_s):
                 self._writer.write(FRAME.pack(len(text), len(blob)) + text + blob)
                 await self._writer.drain()
-                answer, data = await future
+                answered = await future
         except (TimeoutError, ConnectionError) as error:
             slow = isinstance(error, TimeoutError)
             self._fail(f"it did not answer {header['op']!r} within {deadline_s:g} s" if slow else _FIRST_ENDED)
             raise SandboxError(f"the sandbox is gone: {self._gone}") from error
         finally:
             self._waiting.pop(number, None)
+        if answered is None:
+            raise SandboxError(f"the sandbox is gone: {self._gone}")
+        answer, data = answered
         if answer.error is not None:
             failure = _NoSuchFileError if answer.errno == 2 else SandboxError
             raise failure(f"the sandbox could not {header['op']}: {answer.error}")
@@ -269,7 +272,7 @@ class Sandbox:
         self._gone = self._gone or reason
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(SandboxError(f"the sandbox is gone: {self._gone}"))
+                future.set_result(None)
 
     async def _last_words(self) -> str:
         if self._process is None or self._process.stderr is None:
