@@ -11,6 +11,7 @@ from small_runs import require_sound
 from talks import TEMPLATE
 
 from fathom import Run
+from fathom.apps.cli.trace import trace
 from fathom.config.load import load_config
 from fathom.core.errors import ConfigError
 from fathom.core.records.trajectory import Ungraded
@@ -113,7 +114,9 @@ def test_it_trains_and_evaluates(tmp_path: Path, model: Path, engine: str, stale
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "cause"), [("boot:hang", "boot_timeout"), ("act:die", "agent_died")])
-def test_one_member_of_each_group_is_lost(tmp_path: Path, model: Path, fault: str, cause: str) -> None:
+def test_one_member_of_each_group_is_lost(
+    tmp_path: Path, model: Path, fault: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(
         tmp_path,
         model,
@@ -126,8 +129,12 @@ def test_one_member_of_each_group_is_lost(tmp_path: Path, model: Path, fault: st
     assert result.reason == "steps"
     require_sound(result.folder)
     with LedgerReader(result.folder / "ledger") as reader:
-        rewards = [reader.trajectory(each.id).trajectory.header.reward for each in reader.trajectories()]
+        entries = reader.trajectories()
+        rewards = [reader.trajectory(each.id).trajectory.header.reward for each in entries]
         summary = summarise(reader)
     lost = Counter(reward.cause for reward in rewards if isinstance(reward, Ungraded))
     assert lost[cause] >= 6
     assert dict(summary.ungraded)[cause] == lost[cause]
+    trace(str(result.folder), trajectory=next(each.id for each in entries if each.reward is None))
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("the model was asked nothing" in said) == fault.startswith("boot")

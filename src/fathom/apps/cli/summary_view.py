@@ -195,7 +195,7 @@ def _turns(turns: TurnsSummary) -> RenderableType:
 
 
 def _ungraded(summary: RunSummary) -> RenderableType:
-    table = _facts("without a reward")
+    table = _facts("ungraded")
     for cause, count in summary.ungraded:
         table.add_row(cause, f"{count:,}")
     return table

@@ -44,12 +44,15 @@ def trace(
     with LedgerReader(ledger_of(folder)) as reader:
         if trajectory is not None:
             branches = trace_trajectory(reader, TrajectoryId(trajectory))
+            header = None if branches else reader.trajectory(TrajectoryId(trajectory)).trajectory.header
         else:
-            branches = trace_step(reader, step, limit=limit)
+            branches, header = trace_step(reader, step, limit=limit), None
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(branches)))
         return
     console, text_of = Console(), _texts(folder)
+    if header is not None:
+        console.print(f"{header.id}: {header.status} ({header.cause}); the model was asked nothing", markup=False)
     for branch in branches:
         console.print(_heading(branch, text_of))
         console.print(_tokens(branch, text_of))
