@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from fathom.core.errors import ConfigError
 
+LINK = "eth0"
+"""What a machine's end of its link is called."""
 _PREFIX = "fathom-bench-"
 _CALL_S = 10.0
 _QUEUE_MS = 50
@@ -76,12 +78,12 @@ def slow_network(machines: int, mbit_per_s: float) -> Generator[list[Machine]]:
 def _connect(machine: Machine, bridge: str, port: str, mbit_per_s: float) -> None:
     inside = machine.namespace
     _ip("netns", "add", inside)
-    _ip("link", "add", "eth0", "netns", inside, "type", "veth", "peer", "name", port, "netns", bridge)
-    _ip("-n", inside, "addr", "add", f"{machine.host}/24", "dev", "eth0")
-    for link in ("lo", "eth0"):
+    _ip("link", "add", LINK, "netns", inside, "type", "veth", "peer", "name", port, "netns", bridge)
+    _ip("-n", inside, "addr", "add", f"{machine.host}/24", "dev", LINK)
+    for link in ("lo", LINK):
         _ip("-n", inside, "link", "set", link, "up")
     _ip("-n", bridge, "link", "set", port, "master", "br0", "up")
-    for namespace, link in ((inside, "eth0"), (bridge, port)):
+    for namespace, link in ((inside, LINK), (bridge, port)):
         burst = max(_LEAST_BURST_BYTES, int(mbit_per_s * 1e6 / 8 / _BURSTS_A_SECOND))
         speed = ("rate", f"{mbit_per_s:g}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms")
         _run(("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", "tbf", *speed))

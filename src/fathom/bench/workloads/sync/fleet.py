@@ -47,6 +47,7 @@ from fathom.sync.publisher import Publisher
 from fathom.sync.transports import TRANSPORTS
 
 MB = 10**6
+_MEMORY_FACTS = Path("/proc/meminfo")
 _WARM = 2
 """Publications before those counted: after two, every buffer of a double-buffered receiver has been touched."""
 _COPIES_SENDER, _COPIES_RECEIVER = 5, 3
@@ -296,8 +297,10 @@ def _host(weights: dict[str, Tensor], size_mb: int, repeats: int) -> list[Sample
 
 
 def _missing_mb(size_mb: int, receivers: int) -> int:
-    """Memory that is not there. At most 0: there is enough."""
-    facts = Path("/proc/meminfo").read_text().split()
+    """Memory that is not there. At most 0: there is enough, or the system does not say."""
+    if not _MEMORY_FACTS.exists():
+        return 0
+    facts = _MEMORY_FACTS.read_text().split()
     free_mb = int(facts[facts.index("MemAvailable:") + 1]) * 1024 // MB
     return size_mb * (_COPIES_SENDER + _COPIES_RECEIVER * receivers) - free_mb
 

@@ -11,7 +11,7 @@ import msgspec
 from fathom.bench.options import SyncOptions
 from fathom.bench.record import Say
 from fathom.bench.rig.fleet.receiver_process import quiet_environment
-from fathom.bench.rig.network import slow_network, why_not
+from fathom.bench.rig.network import LINK, slow_network, why_not
 from fathom.bench.workloads.sync.answer import PartAnswer
 from fathom.bench.workloads.sync.fleet import FleetRequest, Node
 from fathom.bench.workloads.sync.names import NETWORK_RECEIVERS, link_name
@@ -20,7 +20,7 @@ from fathom.config.families import TransportKind
 _CROSSING = ("broadcast", "p2p")
 _INSIDE = "fathom.bench.workloads.sync.inside"
 _DEADLINE_S = 600.0
-_OVER_THE_LINK = {"UCX_TLS": "tcp"}
+_OVER_THE_LINK = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": LINK}
 """Or NIXL goes around the link: processes in two namespaces share the memory of the machine all the same."""
 
 
