@@ -114,7 +114,8 @@ def test_train_show_resume_by_name(here: Path) -> None:
 
 def test_ctrl_c_before_it_records_leaves_nothing(here: Path) -> None:
     (here / "mine.py").write_text(GUARDED.replace("import fathom\n", "import fathom\nimport slow_to_load\n"))
-    (here / "slow_to_load.py").write_text("import sys, time\nif '__mp_main__' in sys.modules: time.sleep(30)\n")
+    slow = "import multiprocessing, time\nif multiprocessing.parent_process(): time.sleep(30)\n"
+    (here / "slow_to_load.py").write_text(slow)
     process = subprocess.Popen([sys.executable, "mine.py"], cwd=here, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
     while not any((here / "runs").glob("*/config.json")) and time.monotonic() < deadline:
