@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.config.families import TransportKind
@@ -70,6 +70,7 @@ def test_a_delta_of_float32_is_no_delta() -> None:
     assert "use disk" in delta.reason
 
 
+@settings(deadline=None)
 @given(
     params=st.floats(1e8, 1e12),
     nodes=st.sampled_from([1, 2, 4, 8]),
@@ -129,6 +130,7 @@ def test_slow_storage_between_hosts_makes_a_delta_the_answer() -> None:
     assert advise(scenario).transport == "delta"
 
 
+@settings(deadline=None)
 @given(
     ratio=st.floats(0.001, 0.9),
     encode=st.floats(10, 1e4),
