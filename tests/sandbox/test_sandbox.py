@@ -82,7 +82,7 @@ def test_one_shell_runs_all_commands() -> None:
         "X=5; mkdir a && cd a; f() { echo f$X; }", "pwd; f; echo e >&2", "false", "if", "cat; printf 'a\\377b'"
     )
     assert (first.exit_code, first.stdout, first.stderr, first.ended) == (0, "", "", Ended.EXITED)
-    assert (second.stdout, second.stderr) == ("/work/a\nf5\n", "e\n")
+    assert (second.stdout, second.stderr) == ("/task/a\nf5\n", "e\n")
     assert third.exit_code == 1
     assert fourth.exit_code != 0
     assert "syntax error" in fourth.stderr
@@ -140,8 +140,8 @@ def test_a_command_that_takes_too_long_is_killed_with_all_it_started() -> None:
         "python3 -c 'import ctypes; exit(ctypes.CDLL(None).shmget(0, 4096, 0o1600) == -1)'",
         "python3 -c 'import ctypes; exit(ctypes.CDLL(None).syscall(425, 1, 0) == -1)'",
         "mknod /tmp/disk b 254 0",
-        "head -c 30000000 /dev/zero > /dev/shm/a && head -c 30000000 /dev/zero > /work/b && "
-        "head -c 30000000 /dev/zero > /work/c && head -c 30000000 /dev/zero > /work/d",
+        "head -c 30000000 /dev/zero > /dev/shm/a && head -c 30000000 /dev/zero > /task/b && "
+        "head -c 30000000 /dev/zero > /task/c && head -c 30000000 /dev/zero > /task/d",
     ],
 )
 def test_what_is_not_its_own_is_out_of_reach(command: str) -> None:
@@ -207,25 +207,25 @@ def test_files_go_in_and_out() -> None:
         async with Sandbox(SandboxSpec()) as sandbox:
             await sandbox.put(
                 [
-                    PlacedFile(path="/work/a/b/run.sh", content=b"#!/bin/sh\necho ran", executable=True),
-                    PlacedFile(path="/work/\u00e9", content=b"\0\xff"),
+                    PlacedFile(path="/task/a/b/run.sh", content=b"#!/bin/sh\necho ran", executable=True),
+                    PlacedFile(path="/task/\u00e9", content=b"\0\xff"),
                 ]
             )
             assert (await sandbox.run("a/b/run.sh", 20)).stdout == "ran\n"
-            assert await sandbox.get("/work/\u00e9") == b"\0\xff"
-            assert await sandbox.get("/work/none") is None
-            assert await sandbox.get("/work/none/none") is None
+            assert await sandbox.get("/task/\u00e9") == b"\0\xff"
+            assert await sandbox.get("/task/none") is None
+            assert await sandbox.get("/task/none/none") is None
             await sandbox.run(
                 "mkdir -p a/c/d/e && touch a/c/d/x && chmod 000 a/c/d a/c && ln -s /usr a/usr && chmod 0 a", 20
             )
-            await sandbox.empty("/work/a")
-            await sandbox.empty("/work/new")
+            await sandbox.empty("/task/a")
+            await sandbox.empty("/task/new")
             assert (await sandbox.run("ls -A a | wc -l; ls /usr | wc -l", 20)).stdout.split()[0] == "0"
 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/work/../etc/passwd", "work/x", "/proc/1/mem", "/workx", ""])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/task/../etc/passwd", "work/x", "/proc/1/mem", "/workx", ""])
 def test_paths_outside_are_refused(path: str) -> None:
     async def go() -> None:
         async with Sandbox(SandboxSpec()) as sandbox:
@@ -241,17 +241,17 @@ def test_links_are_not_followed() -> None:
     async def go() -> None:
         async with Sandbox(SandboxSpec()) as sandbox:
             await sandbox.run("ln -s /etc/passwd l; ln -s /usr d; ln -s /tmp t; mkfifo p; ln -s /tmp/o o; mkdir e", 20)
-            for path in ("/work/l", "/work/d/bin/env", "/work/t/x", "/work/p", "/work/e"):
+            for path in ("/task/l", "/task/d/bin/env", "/task/t/x", "/task/p", "/task/e"):
                 with pytest.raises(SandboxError):
                     await sandbox.get(path)
             with pytest.raises(SandboxError):
-                await sandbox.put([PlacedFile(path="/work/t/x", content=b"x")])
+                await sandbox.put([PlacedFile(path="/task/t/x", content=b"x")])
             with pytest.raises(SandboxError):
-                await sandbox.get("/work/l", 5)
-            await sandbox.put([PlacedFile(path="/work/o", content=b"x"), PlacedFile(path="/work/p", content=b"y")])
+                await sandbox.get("/task/l", 5)
+            await sandbox.put([PlacedFile(path="/task/o", content=b"x"), PlacedFile(path="/task/p", content=b"y")])
             assert (await sandbox.run("cat o p; ls /tmp", 20)).stdout == "xy"
             with pytest.raises(SandboxError):
-                await sandbox.empty("/work/t")
+                await sandbox.empty("/task/t")
 
     asyncio.run(go())
 
@@ -259,10 +259,10 @@ def test_links_are_not_followed() -> None:
 def test_a_phase_starts_without_what_the_last_one_left_running() -> None:
     async def go() -> None:
         async with Sandbox(SandboxSpec()) as sandbox:
-            await sandbox.run("(sleep 0.5; echo late > /work/late) & ls() { echo mine; }; export LD_X=1; cd /tmp", 20)
+            await sandbox.run("(sleep 0.5; echo late > /task/late) & ls() { echo mine; }; export LD_X=1; cd /tmp", 20)
             await sandbox.begin_phase(Limits(num_processes=30), env=[("B", "c")])
             seen = await sandbox.run("sleep 0.7; ls; pwd; echo $LD_X$B; ulimit -u", 20)
-            assert seen.stdout.split() == ["/work", "c", "30"]
+            assert seen.stdout.split() == ["/task", "c", "30"]
 
     asyncio.run(go())
 

@@ -39,9 +39,9 @@ class Limits:
 class SandboxSpec:
     """A sandbox: where it can be written, what its commands find in their environment, and its first limits."""
 
-    workdir: str = "/work"
+    workdir: str = "/task"
     """Where commands start. It lies in one of `writable`."""
-    writable: tuple[str, ...] = ("/work", "/tmp")
+    writable: tuple[str, ...] = ("/task", "/tmp")
     """Folders at the top (`/name`) that can be written. They start empty and live in memory; the rest is read-only."""
     disk_bytes: int = 64 * _MIB
     """Room of each writable folder. Memory of the host, while it is used."""
