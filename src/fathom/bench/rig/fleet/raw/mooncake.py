@@ -8,7 +8,7 @@ from typing import Any, final
 
 import msgspec
 import numpy as np
-from mooncake.engine import TransferEngine
+from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]  # an extra
 
 from fathom.bench.rig.fleet.messages import RawOpenCall
 

@@ -113,7 +113,7 @@ def _agent(host: str) -> Any:
     if host == _LOOPBACK:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_MODULES", "^ib")
-    from nixl_cu12 import nixl_agent, nixl_agent_config  # reads the environment
+    from nixl_cu12 import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]  # an extra; reads the environment
 
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"], enable_prog_thread=False))

@@ -10,7 +10,7 @@ from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.sync.transports.p2p.fabrics.fabric import FabricError, Region, Stop, Write
 
 if TYPE_CHECKING:
-    from mooncake.engine import TransferEngine
+    from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]  # an extra
 
 _CALL_WRITES, _CALL_BYTES = 256, 64 << 20
 """Writes and bytes in one call at most: it refuses long lists, and cannot be stopped before it returns."""
@@ -26,7 +26,7 @@ def open_mooncake(host: str) -> MooncakeFabric:
     option = "sync.p2p.fabric = 'mooncake'"
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it tells on stderr what it found, at each start
     try:
-        from mooncake.engine import TransferEngine
+        from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]  # an extra
     except ModuleNotFoundError as error:
         raise MissingDependencyError(option, "mooncake-transfer-engine-non-cuda", "mooncake") from error
     except ImportError as error:

@@ -18,7 +18,7 @@ from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.sync.transports.p2p.fabrics.fabric import FabricError, Region, Stop, Write
 
 if TYPE_CHECKING:
-    from nixl_cu12 import nixl_agent
+    from nixl_cu12 import nixl_agent  # pyright: ignore[reportMissingImports]  # an extra
 
 _POLL_S = 0.0002
 _MEMORY = "DRAM"
@@ -39,7 +39,7 @@ def open_nixl(host: str) -> NixlFabric:
         # The wheel's RDMA libraries beside a distribution's end the process with a segmentation fault at its exit.
         os.environ.setdefault("UCX_MODULES", "^ib")
     try:
-        from nixl_cu12 import nixl_agent, nixl_agent_config
+        from nixl_cu12 import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
         raise MissingDependencyError("sync.p2p.fabric = 'nixl'", "nixl-cu12", "nixl") from error
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which belongs to others
