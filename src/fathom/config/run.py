@@ -21,8 +21,9 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Hugging Face folder (model and tokenizer), or a hub id where a hub is reached. None: a tiny model."""
-    tiny: str | None = Field(default=None, pattern="^(arithmetic|moe)$")
-    """Name of a tiny model made from the seed, with its own tokenizer. None: `path` is used."""
+    tiny: str | None = Field(default=None, pattern="^(arithmetic|moe|terminal)$")
+    """Name of a tiny model made from the seed, with its own tokenizer; `terminal` has a chat template too. None: `path`
+    is used."""
     chat_template: bool = True
     """Render prompts by the tokenizer's chat template. False: the messages' contents joined as plain text."""
     aligned: bool = False

@@ -36,9 +36,19 @@ _CONFIGS: dict[str, tuple[type[Any], dict[str, int | bool]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "terminal": (
+        LlamaConfig,
+        {
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
 }
 TINY_NAMES = tuple(_CONFIGS)
-"""Models that `make_tiny` can make: a dense one of about 0.6 M parameters, and one with experts of about 3 M."""
+"""Models that `make_tiny` can make: dense ones of about 0.6 M and 0.8 M parameters, and one with experts of about 3 M."""
 
 
 def make_tiny(name: str, seed: int, folder: Path) -> None:

@@ -52,7 +52,7 @@ from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
 from fathom.run.weights.keeping import open_transport
-from fathom.text.characters import save_character_tokenizer
+from fathom.text.tiny_tokenizers import TINY_TOKENIZERS
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
@@ -249,8 +249,8 @@ def _made_tiny(config: RunConfig, folder: RunFolder) -> Path:
         unfinished = folder.model.with_name(".unfinished-model")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        save_character_tokenizer(unfinished)
         assert config.model.tiny is not None, "a model without a folder is a tiny one"
+        TINY_TOKENIZERS[config.model.tiny](unfinished)
         make_tiny(config.model.tiny, config.seed, unfinished)
         unfinished.rename(folder.model)
     return folder.model

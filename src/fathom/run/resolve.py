@@ -92,7 +92,7 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
         environment = build_environment(config.task.kind, config.task.options)
     else:
         require_environment(environment, "given from Python")
-    renderer = ChatRenderer(model.tokenizer, use_template=config.model.chat_template and model.folder is not None)
+    renderer = ChatRenderer(model.tokenizer, use_template=config.model.chat_template and model.tokenizer.template is not None)
     turns = None
     if isinstance(environment, AgentEnvironment):
         check_agent_options(config)

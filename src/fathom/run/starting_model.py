@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fathom.config.run import ModelConfig
 from fathom.core.errors import ConfigError
-from fathom.text.characters import save_character_tokenizer
+from fathom.text.tiny_tokenizers import TINY_TOKENIZERS
 from fathom.text.tokenizer import Tokenizer
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -43,7 +43,7 @@ class StartingModel:
 
 def _tiny(name: str) -> StartingModel:
     with tempfile.TemporaryDirectory() as folder:
-        vocabulary = save_character_tokenizer(Path(folder))
+        vocabulary = TINY_TOKENIZERS[name](Path(folder))
         return StartingModel(
             folder=None,
             tokenizer=Tokenizer.load(Path(folder)),

@@ -17,7 +17,7 @@ _CHARACTERS = "0123456789+-*/=() \n.,:?abcdefghijklmnopqrstuvwxyz"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CharacterVocabulary:
+class TinyVocabulary:
     """What a model for this tokenizer must fit."""
 
     size: int
@@ -26,7 +26,7 @@ class CharacterVocabulary:
     """Longest sequence."""
 
 
-def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
+def save_character_tokenizer(folder: Path) -> TinyVocabulary:
     """Write `tokenizer.json` and `tokenizer_config.json` into `folder`.
 
     A prompt is `<bos>` and the characters of its text, e.g. `12+7=` is `<bos> 1 2 + 7 =`; an answer ends with
@@ -50,4 +50,4 @@ def save_character_tokenizer(folder: Path) -> CharacterVocabulary:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    return CharacterVocabulary(size=len(vocabulary), max_positions=_MAX_POSITIONS)
+    return TinyVocabulary(size=len(vocabulary), max_positions=_MAX_POSITIONS)
