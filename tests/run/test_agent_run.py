@@ -105,9 +105,9 @@ def test_it_trains_and_evaluates(tmp_path: Path, model: Path, engine: str, stale
         ended = [entry.event for entry in reader.events(TrajectoryEnded)]
         traced = trace_trajectory(reader, ended[0].trajectory)
     assert summary.turns is not None
-    assert summary.turns.turns_mean > 1
-    assert 0 <= summary.turns.hit_rate <= 1
-    assert 0 < summary.turns.hit_rate_bound < 1
+    assert summary.turns.turns.mean > 1
+    assert 0 <= summary.turns.hit_rate.measured <= 1
+    assert 0 < summary.turns.hit_rate.bound < 1
     assert [point.ungraded for point in summary.evaluations] == [0, 0]
     assert traced
 

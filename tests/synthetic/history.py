@@ -63,6 +63,8 @@ class History:
         self.place = 0
         self.routed = False
         """Trajectories come with expert routes."""
+        self.turns = 1
+        """Calls that each trajectory is said to have made."""
 
     def open(self, settings: RunConfig, *, incarnation: int = 1, parent_seq: int | None = None, step: int = 0) -> int:
         self.incarnation = incarnation
@@ -144,7 +146,7 @@ class History:
         if self.routed:
             records = [routed(record) for record in records]
         for record in records:
-            self.writer.append_trajectory(record, ended(record))
+            self.writer.append_trajectory(record, ended(record, turns=self.turns))
             self.move(record, AttemptState.BUFFERED)
         return records
 

@@ -128,7 +128,7 @@ def routed(record: Trajectory) -> Trajectory:
     return msgspec.structs.replace(record, payload=payload)
 
 
-def ended(record: Trajectory, arrival_age: int | None = 0) -> TrajectoryEnded:
+def ended(record: Trajectory, arrival_age: int | None = 0, turns: int = 1) -> TrajectoryEnded:
     return TrajectoryEnded(
         trajectory=record.header.id,
         arrival_age=arrival_age,
@@ -137,6 +137,8 @@ def ended(record: Trajectory, arrival_age: int | None = 0) -> TrajectoryEnded:
         cached_tokens=0,
         drafted_tokens=8,
         accepted_tokens=6,
+        turns=turns,
+        fresh_tokens=0,
     )
 
 

@@ -145,17 +145,18 @@ class GroupBuffer:
         running.ended[header.id] = trajectory
         self.books.record(header.id, payload.num_sampled)
         oldest = payload.oldest_version
-        turns = [turn for turn, _ in payload.calls]
+        calls = payload.calls
         ended = TrajectoryEnded(
             trajectory=header.id,
             arrival_age=None if oldest is None else self.clock.version - oldest,
             sampled_tokens=payload.num_sampled,
-            prompt_tokens=sum(turn.start for turn in turns),
-            cached_tokens=sum(turn.cached_tokens for turn in turns),
-            drafted_tokens=sum(turn.drafted_tokens for turn in turns),
-            accepted_tokens=sum(turn.accepted_tokens for turn in turns),
-            turns=len(turns),
-            known_tokens=sum(known for _, known in payload.calls),
+            prompt_tokens=sum(call.turn.start for call in calls),
+            cached_tokens=sum(call.turn.cached_tokens for call in calls),
+            drafted_tokens=sum(call.turn.drafted_tokens for call in calls),
+            accepted_tokens=sum(call.turn.accepted_tokens for call in calls),
+            turns=len(calls),
+            known_tokens=sum(call.known_tokens for call in calls),
+            fresh_tokens=sum(call.fresh_tokens for call in calls),
             ungraded=header.reward.cause if isinstance(header.reward, Ungraded) else "",
         )
         complete = len(running.ended) == len(running.started.members)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.run_summary import RunSummary
-from fathom.evidence.report.turns import TurnsSummary
+from fathom.evidence.report.turns import Spread, TurnsSummary
 from fathom.evidence.runs import RunListing
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -32,7 +32,7 @@ def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
     if summary.fortunes:
         yield _fortunes(summary)
     if summary.turns is not None:
-        yield _turns(summary.turns)
+        yield _turns(summary, summary.turns)
     if summary.ungraded:
         yield _ungraded(summary)
     if summary.publications is not None or summary.throughput is not None:
@@ -181,17 +181,28 @@ def _fortunes(summary: RunSummary) -> RenderableType:
     return table
 
 
-def _turns(turns: TurnsSummary) -> RenderableType:
-    table = _facts("turns")
-    table.add_row("per trajectory", f"mean {turns.turns_mean:.1f}, most {turns.turns_max}")
-    table.add_row(
-        "tokens", f"mean {turns.prompt_tokens_mean:,.0f} sent and {turns.sampled_tokens_mean:,.0f} sampled a trajectory"
-    )
+def _turns(summary: RunSummary, turns: TurnsSummary) -> RenderableType:
+    table = _facts(f"turns of {turns.trajectories:,} trajectories")
+    table.add_row("turns", _spread(turns.turns))
+    table.add_row("tokens sent", _spread(turns.prompt_tokens))
+    table.add_row("tokens sampled", _spread(turns.sampled_tokens))
+    rate = turns.hit_rate
     table.add_row(
         "prefix cache",
-        f"{turns.hit_rate:.1%} of the tokens sent; {turns.hit_rate_bound:.1%} were known from a trajectory's own turns",
+        f"{rate.measured:.1%} of the tokens sent; {rate.bound:.1%} were known from a trajectory's own turns"
+        + (f", {rate.bound_at_updates:.1%} under one version" if rate.bound_at_updates is not None else ""),
     )
+    if len(turns.steps) > 1:
+        rates = [point.hit_rate.measured for point in turns.steps]
+        table.add_row("over the steps", f"{rates[0]:.1%} {curve(rates)} {rates[-1]:.1%}")
+    if summary.in_flight:
+        counts = [count for _, count in summary.in_flight]
+        table.add_row("in flight", f"mean {sum(counts) / len(counts):.1f}, most {max(counts)} {curve(counts)}")
     return table
+
+
+def _spread(spread: Spread) -> str:
+    return f"mean {spread.mean:,.1f}, p50 {spread.p50:,.0f}, p95 {spread.p95:,.0f}, most {spread.largest:,}"
 
 
 def _ungraded(summary: RunSummary) -> RenderableType:

@@ -6,6 +6,7 @@ tokens, L MoE layers, E experts chosen per token. Alignment is checked here, whe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -160,6 +161,20 @@ class TokenBranch(msgspec.Struct, frozen=True, tag="branch.1"):
         return np.minimum.accumulate(self.kv_version) < self.policy_version
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One generation call, and what of its prompt an earlier call of its trajectory had computed."""
+
+    turn: Turn
+    """The call."""
+    known_tokens: int
+    """Leading tokens of its prompt that an earlier call had computed: its own branch's turn before it, prompt and
+    answer, or what it shares with the branch that it left."""
+    fresh_tokens: int
+    """`known_tokens` if all their KV was of the version that this call began under, else 0: the first token of a
+    context is its oldest, and without it nothing behind it can be used."""
+
+
 class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
     """The payload of a language model's trajectory."""
 
@@ -185,16 +200,20 @@ class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
         return sum(int(branch.sampled[branch.shared_prefix :].sum()) for branch in self.branches)
 
     @property
-    def calls(self) -> tuple[tuple[Turn, int], ...]:
-        """Every generation call once, with the leading tokens of its prompt that an earlier call had computed: its own
-        branch's turn before it, prompt and answer, or what it shares with the branch that it left."""
-        found: list[tuple[Turn, int]] = []
+    def calls(self) -> tuple[Call, ...]:
+        """Every generation call once."""
+        found: list[Call] = []
         for branch in self.branches:
-            known = 0
+            known, done = 0, 0  # tokens of the turn before, prompt and answer; sampled tokens before this one
+            left = self.branches[branch.parent] if branch.parent is not None else branch
             for turn in branch.turns:
                 if turn.start >= branch.shared_prefix:
-                    found.append((turn, max(known, min(branch.shared_prefix, turn.start))))
-                known = turn.end
+                    behind = branch.kv_version[done - 1 : done] if done else left.kv_version[:1]
+                    began = branch.policy_version[done : done + turn.end - turn.start][:1]
+                    known = max(known, min(branch.shared_prefix, turn.start))
+                    fresh = known if not len(began) or np.array_equal(behind, began) else 0
+                    found.append(Call(turn=turn, known_tokens=known, fresh_tokens=fresh))
+                known, done = turn.end, done + turn.end - turn.start
         return tuple(found)
 
     @property

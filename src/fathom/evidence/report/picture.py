@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.core.errors import ConfigError, MissingDependencyError
+from fathom.evidence.report.picture_turns import draw_turns
 from fathom.evidence.report.run_summary import RunSummary, StepPoint
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _STYLE: dict[RcKeyType, int | bool | str] = {
 def draw(summary: RunSummary, title: str, file: Path) -> None:
     """Write reward, ages, mismatch and the same-version gap over steps to an image `file` (.png, .svg, .pdf).
 
+    Agents' runs come with trajectories in flight, the prefix cache, and turns and tokens per trajectory below.
+
     Raises:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the run has no steps yet, or the file cannot be written.
@@ -49,16 +52,22 @@ def draw(summary: RunSummary, title: str, file: Path) -> None:
     if not summary.steps:
         raise ConfigError(f"{title} has no steps to draw yet")
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
+        turns = summary.turns
+        figure = Figure(figsize=(10, 6 if turns is None else 11), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
-        (reward, ages), (mismatch, gap) = figure.subplots(2, 2, sharex=True)
+        panels: list[list[Axes]] = figure.subplots(2 if turns is None else 4, 2).tolist()
+        (reward, ages), (mismatch, gap) = panels[:2]
         _reward(reward, summary)
         _ages(ages, summary.steps)
         _mismatch(mismatch, summary.steps)
         _gap(gap, summary)
+        if turns is not None:
+            draw_turns(panels[2:], summary.in_flight, turns)
+        for axes in (reward, ages, mismatch, gap):
+            axes.sharex(gap)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in (mismatch, gap):
             axes.set_xlabel("optimizer step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         try:
             figure.savefig(file)

@@ -183,6 +183,8 @@ class RunSummary:
     """Tokens that speculation drafted. 0: it was off."""
     accepted_tokens: int
     """Of those, tokens that saved a forward."""
+    in_flight: tuple[tuple[float, int], ...]
+    """Seconds since the run's first event, and trajectories in flight then; about once a second."""
     turns: TurnsSummary | None
     """Turns and prefix cache. None: the tasks are single-turn."""
     ungraded: tuple[tuple[str, int], ...]

@@ -26,6 +26,7 @@ from fathom.ledger.events import (
     Evaluated,
     FaultSeen,
     IncarnationOpened,
+    LoopSampled,
     Published,
     StepTaken,
     TrajectoryEnded,
@@ -43,7 +44,7 @@ def summarise(reader: LedgerReader) -> RunSummary:
     evaluations = reader.events(Evaluated)
     publications = reader.events(Published)
     warm = reader.events(WarmStartStepped)
-    ends = [entry.event for entry in reader.events(TrajectoryEnded)]
+    ends = reader.events(TrajectoryEnded)
     books = replay(reader)
     started = openings[0].at_s if openings else 0.0
     slices = [part for step in steps for part in step.event.slices]
@@ -74,10 +75,13 @@ def summarise(reader: LedgerReader) -> RunSummary:
             sampled_tokens=books.sampled_tokens,
             write_s=reader.write_seconds(),
         ),
-        drafted_tokens=sum(end.drafted_tokens for end in ends),
-        accepted_tokens=sum(end.accepted_tokens for end in ends),
-        turns=summarise_turns(ends),
-        ungraded=tuple(Counter(end.ungraded for end in ends if end.ungraded).most_common()),
+        drafted_tokens=sum(end.event.drafted_tokens for end in ends),
+        accepted_tokens=sum(end.event.accepted_tokens for end in ends),
+        in_flight=tuple(
+            (entry.at_s - started, entry.event.in_flight_trajectories) for entry in reader.events(LoopSampled)
+        ),
+        turns=summarise_turns(ends, steps),
+        ungraded=tuple(Counter(end.event.ungraded for end in ends if end.event.ungraded).most_common()),
         engines=engine_lives(reader),
         faults=_faults(reader),
     )

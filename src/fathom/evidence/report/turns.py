@@ -2,10 +2,62 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fathom.ledger.events import TrajectoryEnded
+import numpy as np
+
+from fathom.ledger.entries import Recorded
+from fathom.ledger.events import StepTaken, TrajectoryEnded
+
+_BINS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a count is spread over trajectories."""
+
+    mean: float
+    """Its mean."""
+    p50: float
+    """Its median."""
+    p95: float
+    """Its 95th percentile."""
+    largest: int
+    """Its maximum."""
+    edges: tuple[float, ...]
+    """Edges of the bins of `counts`, one more than bins."""
+    counts: tuple[int, ...]
+    """Trajectories in each bin; the last holds its upper edge too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRate:
+    """Prompt tokens from a prefix cache, as shares of the prompt tokens of the same calls. 0: there were none."""
+
+    measured: float
+    """Tokens that were served from it."""
+    bound: float
+    """The same, had each turn found all that the turn before it was sent and sampled, and nothing else. Trajectories
+    that share a prompt may do better; pages that are not full, engines that change and updates do worse."""
+    bound_at_updates: float | None
+    """`bound`, without what was computed under another version than the call began under: an update empties the cache,
+    unless prefixes are reused with tags. None: the ledger is older than this figure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTurns:
+    """The trajectories that ended between a step and the one before it."""
+
+    number: int
+    """The step."""
+    trajectories: int
+    """How many that asked anything."""
+    turns_mean: float
+    """Mean turns of one."""
+    hit_rate: HitRate
+    """Of all their calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,33 +66,74 @@ class TurnsSummary:
 
     trajectories: int
     """How many."""
-    turns_mean: float
-    """Mean turns of one."""
-    turns_max: int
-    """Most turns of one."""
-    prompt_tokens_mean: float
-    """Mean prompt tokens of one, of all its turns together."""
-    sampled_tokens_mean: float
-    """Mean sampled tokens of one."""
-    hit_rate: float
-    """Prompt tokens from a prefix cache, divided by prompt tokens. 0: there were none."""
-    hit_rate_bound: float
-    """The same, had each turn found all that the turn before it was sent and sampled, and nothing else. Trajectories
-    that share a prompt may do better; updates of the weights that empty a cache, and its pages, do worse."""
+    turns: Spread
+    """Turns of one."""
+    prompt_tokens: Spread
+    """Prompt tokens of one, of all its turns together."""
+    sampled_tokens: Spread
+    """Sampled tokens of one."""
+    hit_rate: HitRate
+    """Of all calls."""
+    steps: tuple[StepTurns, ...]
+    """Over the steps, those left out before which nothing ended."""
 
 
-def summarise_turns(ends: Sequence[TrajectoryEnded]) -> TurnsSummary | None:
-    """None: all of them are single-turn, or there are none."""
-    asked = [end for end in ends if end.turns]
-    if all(end.turns == 1 for end in asked):
+def summarise_turns(
+    ends: Sequence[Recorded[TrajectoryEnded]], steps: Sequence[Recorded[StepTaken]]
+) -> TurnsSummary | None:
+    """Both in the order of the history. None: all trajectories are single-turn, or there are none."""
+    asked = [end for end in ends if end.event.turns]
+    events = [end.event for end in asked]
+    if all(event.turns == 1 for event in events):
         return None
-    prompt = sum(end.prompt_tokens for end in asked)
+    seqs = [end.seq for end in asked]
+    points: list[StepTurns] = []
+    first = 0
+    for step in steps:
+        last = bisect_left(seqs, step.seq)
+        if part := events[first:last]:
+            points.append(_point(step.event.number, part))
+        first = last
     return TurnsSummary(
-        trajectories=len(asked),
-        turns_mean=sum(end.turns for end in asked) / len(asked),
-        turns_max=max(end.turns for end in asked),
-        prompt_tokens_mean=prompt / len(asked),
-        sampled_tokens_mean=sum(end.sampled_tokens for end in asked) / len(asked),
-        hit_rate=sum(end.cached_tokens for end in asked) / prompt if prompt else 0.0,
-        hit_rate_bound=sum(end.known_tokens for end in asked) / prompt if prompt else 0.0,
+        trajectories=len(events),
+        turns=_spread([event.turns for event in events]),
+        prompt_tokens=_spread([event.prompt_tokens for event in events]),
+        sampled_tokens=_spread([event.sampled_tokens for event in events]),
+        hit_rate=_hit_rate(events),
+        steps=tuple(points),
+    )
+
+
+def _point(number: int, ends: Sequence[TrajectoryEnded]) -> StepTurns:
+    return StepTurns(
+        number=number,
+        trajectories=len(ends),
+        turns_mean=sum(end.turns for end in ends) / len(ends),
+        hit_rate=_hit_rate(ends),
+    )
+
+
+def _hit_rate(ends: Sequence[TrajectoryEnded]) -> HitRate:
+    prompt = sum(end.prompt_tokens for end in ends) or 1
+    fresh = [end.fresh_tokens for end in ends if end.fresh_tokens is not None]
+    return HitRate(
+        measured=sum(end.cached_tokens for end in ends) / prompt,
+        bound=sum(end.known_tokens for end in ends) / prompt,
+        bound_at_updates=sum(fresh) / prompt if len(fresh) == len(ends) else None,
+    )
+
+
+def _spread(values: Sequence[int]) -> Spread:
+    p50, p95 = np.percentile(values, (50, 95))
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // _BINS)  # whole numbers, so that no bin is favoured
+    edges = np.arange(low, high + 1 + width, width)
+    counts, _ = np.histogram(values, edges)
+    return Spread(
+        mean=float(np.mean(values)),
+        p50=float(p50),
+        p95=float(p95),
+        largest=high,
+        edges=tuple(float(edge) for edge in edges),
+        counts=tuple(int(count) for count in counts),
     )
