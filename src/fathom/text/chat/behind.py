@@ -102,6 +102,14 @@ class Behind:
             return self._tail(shape, new, (), ())
         return self._tail(shape, new, [message for message in before[:1] if message.role is Role.SYSTEM], tools)
 
+    def opener(self, *, calls: bool) -> int | None:
+        """First id of what a user says behind an answer, or, with `calls`, of a tool's result. None: there is none."""
+        try:
+            tail = self._tail(Shape(False, False, (_CALL,) if calls else ()), [_RESULT if calls else _NEXT], (), ())
+        except (DataError, NotAppendableError):
+            return None
+        return next(iter(self._tokenizer.encode(tail.text)), None)
+
     def _tail(self, shape: Shape, new: Sequence[Message], system: Sequence[Message], tools: Sequence[Tool]) -> Tail:
         answer = _answer(shape)
         written = self._text.write([*system, QUESTION, answer, *new], tools, opened=True)
