@@ -119,7 +119,7 @@ def test_every_field_of_a_record_has_a_sentence() -> None:
 
 
 def test_the_options_are_these() -> None:
-    """Adding an option edits this list in the same change; the ceiling is 150."""
+    """Adding an option edits this list in the same change; the ceiling is 240."""
     listed = (Path(__file__).parent / "options.txt").read_text().split()
     assert option_names() == listed
-    assert len(listed) <= 150
+    assert len(listed) <= 240

@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from fathom.apps.cli.main import app
 from fathom.bench.workloads import WORKLOADS
+from fathom.config.load import TABLE_KEY, is_table, nested_section
 from fathom.config.run import RunConfig
 from fathom.envs.registry import BUILT_IN
 
@@ -74,8 +75,9 @@ def cli_page() -> str:
 
 def _section(section: type[BaseModel], name: str, default: Any) -> Iterator[str]:
     """A heading and a table, then the same of each section in it. `default`: what the section is when left out."""
-    nested = [(key, field, model) for key, field in section.model_fields.items() if (model := _model(field.annotation))]
-    plain = [(key, field) for key, field in section.model_fields.items() if _model(field.annotation) is None]
+    fields = section.model_fields.items()
+    nested = [(key, field, model) for key, field in fields if (model := nested_section(field.annotation))]
+    plain = [(key, field) for key, field in fields if nested_section(field.annotation) is None]
     heading = f"## `[{name}]`" if name else "## At the top of the file"
     intro = _one_line(section.__doc__ or "")
     yield f"{heading}\n\n{intro}\n\n"
@@ -88,7 +90,8 @@ def _section(section: type[BaseModel], name: str, default: Any) -> Iterator[str]
     for key, field, model in nested:
         given = field.default if isinstance(field.default, BaseModel) else None
         inner = given if default is None else vars(default)[key]
-        yield from _section(model, f"{name}.{key}" if name else key, inner)
+        path = f"{key}{TABLE_KEY if is_table(field.annotation) else ''}"
+        yield from _section(model, f"{name}.{path}" if name else path, inner)
 
 
 def _owned(owner: str, about: str | None, model: type[BaseModel]) -> str:
@@ -140,12 +143,6 @@ def _kind(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return ", ".join(f'`"{member}"`' for member in annotation)
     return _SIMPLE.get(annotation, "value")
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds. None: it is an option."""
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def _commands(command: Any, name: str) -> Iterator[str]:

@@ -114,11 +114,71 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
+class DistillationForm(StrEnum):
+    """What of two distributions is compared (`algorithms.md` D.8)."""
+
+    SAMPLED_TOKEN = "sampled_token"
+    """The token that the student sampled: an estimate of the reverse KL."""
+    TOP_K = "top_k"
+    """The likeliest ids of student, teacher, or both."""
+    FULL_VOCABULARY = "full_vocabulary"
+    """Every id: the reverse KL itself."""
+
+
+class IdSet(StrEnum):
+    """Which ids of two top-k sets are compared."""
+
+    ONLY_STUDENT = "only_student"
+    """The student's."""
+    ONLY_TEACHER = "only_teacher"
+    """The teacher's."""
+    INTERSECTION = "intersection"
+    """Those in both."""
+    UNION = "union"
+    """Those in either."""
+    XOR = "xor"
+    """Those in exactly one."""
+
+
+class IdWeight(StrEnum):
+    """How compared ids are weighted."""
+
+    STUDENT_P = "student_p"
+    """By the student's probability."""
+    TEACHER_P = "teacher_p"
+    """By the teacher's probability."""
+    NONE = "none"
+    """All alike."""
+
+
 class RejectionDenominator(StrEnum):
     """What the loss divides by after tokens were rejected (`algorithms.md` C.4)."""
 
     ALL = "all"
     KEPT = "kept"
+
+
+class OptimizerKind(StrEnum):
+    """How masters follow their gradient."""
+
+    ADAMW = "adamw"
+    """Adam with decoupled weight decay; two float32 moments for each element."""
+    MUON = "muon"
+    """Muon (orthogonalised momentum) for the matrices inside the model, AdamW for embeddings, head, norms and biases.
+    Its steps are scaled to AdamW's size, so a learning rate means the same for both."""
+    ADAM8BIT = "adam8bit"
+    """AdamW with moments of 8 bits in blocks (bitsandbytes), a quarter of the memory."""
+
+
+class ReferenceKind(StrEnum):
+    """Which weights a KL penalty is measured against."""
+
+    FROZEN = "frozen"
+    """Those RL started from."""
+    PERIODIC = "periodic"
+    """Those of the latest of every so many steps."""
+    EMA = "ema"
+    """An exponential moving average of the policy's."""
 
 
 class Schedule(StrEnum):
@@ -127,6 +187,16 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
+
+
+class LoraPublish(StrEnum):
+    """What engines get of a model that is trained by an adapter."""
+
+    ADAPTER = "adapter"
+    """The adapter alone, computed with beside the frozen base: exactly the trainer's function."""
+    MERGED = "merged"
+    """The whole model with the update added and rounded to its element type: for engines that know no adapters. What
+    the rounding loses is recorded with every publication."""
 
 
 class Tracker(StrEnum):

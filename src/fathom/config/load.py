@@ -7,12 +7,15 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
+
+TABLE_KEY = ".NAME"
+"""Stands in names of options for a name that a person chooses."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,9 +59,21 @@ def option_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list
     """Dotted names of all options, in the order of the tree."""
     names: list[str] = []
     for name, field in section.model_fields.items():
-        nested = _nested(field.annotation)
-        names += option_names(nested, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+        nested = nested_section(field.annotation)
+        path = f"{prefix}{name}{TABLE_KEY if is_table(field.annotation) else ''}"
+        names += option_names(nested, f"{path}.") if nested else [f"{prefix}{name}"]
     return names
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether a field holds sections by names that a person chooses."""
+    return get_origin(annotation) is dict and nested_section(annotation) is not None
+
+
+def nested_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, alone or by names. None: it is an option."""
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -97,8 +112,3 @@ def _explain(fault: Any, section: type[BaseModel] = RunConfig, origin: str = "")
     given = fault["input"]
     shown = f" (got {json.dumps(given, default=str)})" if not isinstance(given, (dict, BaseModel)) else ""
     return f"{name}: {message}{shown}" if name else message
-
-
-def _nested(annotation: Any) -> type[BaseModel] | None:
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

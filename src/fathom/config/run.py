@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, JsonValue, model_validator
 
 from fathom.config.agent import LimitsConfig
+from fathom.config.distillation import DistillationConfig
 from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker, TransportKind
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig
@@ -109,6 +110,8 @@ class RunConfig(Section):
     """Training."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """The loss."""
+    distillation: DistillationConfig | None = None
+    """Teachers. None: none."""
     sync: SyncConfig = SyncConfig()
     """Weights on the move."""
     warm_start: WarmStartConfig | None = None
@@ -182,12 +185,22 @@ class RunConfig(Section):
             raise ValueError(f"staleness.on_stale = '{clock.on_stale}' changes nothing at max_staleness = 0; remove it")
         if trainer.replay_routes and not rollout.record_routes:
             raise ValueError("trainer.replay_routes = true needs the engine's routes: set rollout.record_routes = true")
+        if self.distillation is not None:
+            _check_distillation(self.distillation, self.objective)
         if self.engine.dtype is not None and self.engine.dtype is not trainer.dtype:
             raise ValueError(
                 f"engine.dtype = '{self.engine.dtype}' differs from the published cast, trainer.dtype = "
                 f"'{trainer.dtype}'; set them equal"
             )
         return self
+
+
+def _check_distillation(distillation: DistillationConfig, objective: ObjectiveConfig) -> None:
+    if not distillation.task_reward and objective.filter_zero_variance:
+        raise ValueError(
+            "objective.filter_zero_variance = true leaves out groups by their rewards, and distillation.task_reward = "
+            "false does not train on rewards; remove the one, or set the other to true"
+        )
 
 
 def _check_aligned(config: RunConfig) -> None:
