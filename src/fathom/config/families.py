@@ -69,12 +69,57 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class ObjectiveKind(StrEnum):
+    """A named objective (`config/objectives`): a policy loss, a way to advantages, and defaults for the rest."""
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    RLOO = "rloo"
+    PPO = "ppo"
+    DPPO = "dppo"
+    IPO = "ipo"
+
+
+class PolicyLossKind(StrEnum):
+    """How log-probabilities and advantages become a loss of each token (`algorithms.md` D.2, D.4, D.5)."""
+
+    CLIP = "clip"
+    """The clipped ratio of each token."""
+    SEQUENCE_CLIP = "sequence_clip"
+    """The clipped ratio of the whole trajectory, by its length."""
+    CLIPPED_WEIGHT = "clipped_weight"
+    """-log-probability, weighted by the clipped ratio as a constant."""
+    REINFORCE = "reinforce"
+    """-log-probability, without a ratio."""
+    SIGNED_REGION = "signed_region"
+    """The ratio to the behaviour policy, dropped where the probability has moved too far the advantage's way."""
+    REGION = "region"
+    """The ratio to the behaviour policy, dropped where the probability has moved too far either way."""
+
+
+class AdvantageSource(StrEnum):
+    """Where the advantages of tokens come from (`algorithms.md` D.1, D.6, D.7)."""
+
+    GROUP = "group"
+    """A trajectory's reward beside those of its group; all its tokens share it."""
+    RETURNS = "returns"
+    """What a token and those after it earned."""
+    CRITIC = "critic"
+    """What a token and those after it earned beyond what a value model expected."""
+
+
 class Advantage(StrEnum):
     """Advantages from a group of rewards (`algorithms.md` D.1)."""
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
+    MAXRL = "maxrl"
 
 
 class Aggregation(StrEnum):
@@ -95,15 +140,21 @@ class Correction(StrEnum):
     SEQUENCE_TIS = "sequence_tis"
     SEQUENCE_MIS = "sequence_mis"
     GEOMETRIC_RS = "geometric_rs"
+    TOKEN_RS = "token_rs"
+    K2_RS = "k2_rs"
+    K3_RS = "k3_rs"
+    KPOP = "kpop"
 
 
 class Proximal(StrEnum):
     """What the policy ratio is centred on (`algorithms.md` B.4)."""
 
     DECOUPLED = "decoupled"
-    """Trainer's log-probabilities before the first step on the batch."""
+    """Trainer's log-probabilities before the first step on the batch, recomputed and kept for all its steps."""
     BYPASS = "bypass"
-    """The behaviour log-probabilities themselves."""
+    """The behaviour log-probabilities themselves, stored with the record."""
+    LOGLINEAR = "loglinear"
+    """Between behaviour and current log-probabilities, by the token's age: one version behind the current policy."""
 
 
 class KlEstimator(StrEnum):
@@ -112,6 +163,15 @@ class KlEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+
+
+class KlPlacement(StrEnum):
+    """Where the KL penalty to the reference enters."""
+
+    LOSS = "loss"
+    """Differentiated, beside the policy loss."""
+    REWARD = "reward"
+    """Subtracted from the rewards, as a constant."""
 
 
 class DistillationForm(StrEnum):

@@ -8,7 +8,8 @@ from pydantic import Field, JsonValue, model_validator
 
 from fathom.config.agent import LimitsConfig
 from fathom.config.distillation import DistillationConfig
-from fathom.config.families import EngineKind, FabricKind, OnStale, Tracker, TransportKind
+from fathom.config.families import EngineKind, FabricKind, LoraPublish, OnStale, Tracker, TransportKind
+from fathom.config.lora import LoraConfig
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
@@ -114,6 +115,8 @@ class RunConfig(Section):
     """Teachers. None: none."""
     sync: SyncConfig = SyncConfig()
     """Weights on the move."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the whole model. None: the whole model."""
     warm_start: WarmStartConfig | None = None
     """Supervised phase before RL. None: none."""
     evaluation: EvalConfig | None = None
@@ -212,6 +215,11 @@ def _check_aligned(config: RunConfig) -> None:
         raise ValueError(
             f"model.aligned = true needs engine.kind = 'embedded', not '{config.engine.kind}' with other kernels; "
             "set model.aligned = false"
+        )
+    if config.lora is not None and config.lora.publish is LoraPublish.MERGED:
+        raise ValueError(
+            "model.aligned = true needs the trainer's own function in the engine, but lora.publish = 'merged' rounds "
+            "it; set lora.publish = 'adapter'"
         )
     for option, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if device != "cpu":
