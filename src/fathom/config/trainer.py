@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fathom.config.families import Dtype, OnStale, Schedule
+from fathom.config.families import Dtype, OnStale, OptimizerKind, ReferenceKind, Schedule
 from fathom.config.section import DEVICE, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW on float32 masters."""
+    """How float32 masters follow their gradient."""
 
+    kind: OptimizerKind = OptimizerKind.ADAMW
+    """AdamW, Muon, or AdamW with moments of 8 bits."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Adam's decay rates."""
     eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
+    momentum: float = Field(default=0.95, gt=0, lt=1)
+    """Muon's decay rate. `muon` only; `betas` and `eps` are of its AdamW part."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -31,6 +35,14 @@ class OptimizerConfig(Section):
     """What follows the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak at the end of a linear or cosine schedule."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind is not OptimizerKind.MUON and "momentum" in self.model_fields_set:
+            raise ValueError(f"momentum changes nothing with kind = '{self.kind}'; remove it")
+        if self.schedule is Schedule.CONSTANT and "min_lr_ratio" in self.model_fields_set:
+            raise ValueError("min_lr_ratio changes nothing with schedule = 'constant'; remove it")
+        return self
 
 
 class TrainerConfig(Section):

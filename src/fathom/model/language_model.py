@@ -18,10 +18,13 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from fathom.core.adapter import AdapterForm
 from fathom.core.errors import ConfigError, PayloadError
 from fathom.model.attention import ATTENTION_NAME, AttentionPlan
 from fathom.model.families import EXPERTS_IMPLEMENTATION, WITH_EXPERTS, ModelFamily, refuse_unsupported
 from fathom.model.kernels.tiled_attention import computes
+from fathom.model.lora.adapter import Adapter
+from fathom.model.lora.low_rank import LowRank
 from fathom.model.routing import ROUTING_ARGUMENT, ExpertShape, Routing, expert_shape, install_routing
 
 # Its bars would be drawn over the run's own progress.
@@ -68,6 +71,7 @@ class LanguageModel:
         assert head is not None, "a causal language model has an output head"
         self._head = head
         self._rows: Rows = _as_they_are
+        self._adapter: Adapter | None = None
         self.family = family
         self.shape = _shape(model, family)
 
@@ -97,6 +101,26 @@ class LanguageModel:
             if report[kind]:
                 raise ConfigError(f"model folder {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))}")
         return cls(model.to(device))
+
+    def adapt(self, form: AdapterForm, seed: int) -> AdapterForm:
+        """Freeze the weights and compute with a fresh adapter beside them from now on; returns its form, targets found.
+
+        What is trained, published and received is the adapter alone: `weights` and `use` are of its tensors.
+
+        Raises:
+            ConfigError: it has an adapter already, or a target is not there.
+        """
+        if self._adapter is not None:
+            raise ConfigError("this model has an adapter already; a model is computed with one at a time")
+        self._adapter = Adapter(self._model, form, seed)
+        return self._adapter.form
+
+    @property
+    def updates(self) -> Mapping[str, LowRank]:
+        """The adapter's updates by the parameter that each is of. Empty: it has no adapter."""
+        if self._adapter is None:
+            return {}
+        return {_parameter(name, self.base_weights()): each for name, each in self._adapter.updates.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,8 +175,10 @@ class LanguageModel:
         return self._head(pad(hidden, (0, 0, 0, self._rows(rows) - rows)))[:rows].float()
 
     def linear_shapes(self) -> set[tuple[int, int]]:
-        """(outputs, inputs) of every matrix that hidden states are multiplied with."""
-        return {(each.out_features, each.in_features) for each in self._model.modules() if isinstance(each, nn.Linear)}
+        """(outputs, inputs) of every matrix that hidden states are multiplied with, an adapter's included."""
+        shapes = {(each.out_features, each.in_features) for each in self._model.modules() if isinstance(each, nn.Linear)}
+        updates = self._adapter.updates.values() if self._adapter is not None else ()
+        return shapes | {(part.shape[-2], part.shape[-1]) for update in updates for part in (update.a, update.b)}
 
     def elementwise_widths(self) -> set[int]:
         """Elements per token of the tensors to which functions of single elements are applied."""
@@ -164,7 +190,14 @@ class LanguageModel:
         self._rows = rows
 
     def weights(self) -> dict[str, Tensor]:
-        """The live tensors under their canonical names, ordered by name.
+        """The live tensors that are trained and published, under their canonical names, ordered by name.
+
+        All of the model's; with an adapter, the adapter's alone. Raises as `base_weights`.
+        """
+        return self.base_weights() if self._adapter is None else self._adapter.tensors()
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """The model's own live tensors under their canonical names, ordered by name, whether it has an adapter or not.
 
         Parameters and persistent buffers; a tensor with several names (tied weights) appears under its first one.
 
@@ -181,6 +214,11 @@ class LanguageModel:
                 raise PayloadError(f"tensors {other} and {name} share memory without being tied: they cannot be named")
         return dict(sorted(named.values()))
 
+    def vocabulary_weights(self) -> frozenset[str]:
+        """Names of the weights that have a row for each id of the vocabulary: embeddings and output head."""
+        ends = {id(self._model.get_input_embeddings().weight), id(self._head.weight)}
+        return frozenset(name for name, tensor in self.weights().items() if id(tensor) in ends)
+
     def use(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these tensors from now on: pointers are swapped, nothing is copied, tied names follow.
 
@@ -196,7 +234,7 @@ class LanguageModel:
             tensor.data = weights[name].detach()
 
     def save(self, folder: Path) -> None:
-        """Write config and weights (safetensors) in Hugging Face layout; the tokenizer is not the model's."""
+        """Write config and the model's own weights (safetensors) in Hugging Face layout, without adapter and tokenizer."""
         self._model.save_pretrained(folder)
 
 
@@ -205,6 +243,11 @@ def _as_they_are(rows: int) -> int:
 
 
 _SHOWN_FAULTS = 5
+
+
+def _parameter(matrix: str, names: Mapping[str, Tensor]) -> str:
+    """Name of the parameter that a matrix is; those of experts are named alike."""
+    return matrix if matrix in names else f"{matrix}.weight"
 
 
 def _faults(current: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:

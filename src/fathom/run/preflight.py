@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from secrets import token_urlsafe
 
-from fathom.config.families import EngineKind, FabricKind, Tracker, TransportKind
+from fathom.config.families import EngineKind, FabricKind, OptimizerKind, Tracker, TransportKind
 from fathom.config.rollout import EngineConfig
 from fathom.config.run import RunConfig
 from fathom.config.sync import PeerConfig, SyncConfig
@@ -40,11 +40,21 @@ def check_machine(config: RunConfig, weight_bytes: int) -> None:
     for tracker in config.trackers:
         if importlib.util.find_spec(_PACKAGES[tracker]) is None:
             raise MissingDependencyError(f"trackers = ['{tracker}']", _PACKAGES[tracker], tracker.value)
+    _check_optimizers(config)
     _check_store(config.sync.chain.store)
     _check_fabric(config.sync)
     access_token(config.engine)
     _check_port(config.engine)
     _check_disk(config, weight_bytes)
+
+
+def _check_optimizers(config: RunConfig) -> None:
+    named = {"trainer.optimizer": config.trainer.optimizer}
+    if config.warm_start is not None:
+        named["warm_start.optimizer"] = config.warm_start.optimizer
+    for option, optimizer in named.items():
+        if optimizer.kind is OptimizerKind.ADAM8BIT and importlib.util.find_spec("bitsandbytes") is None:
+            raise MissingDependencyError(f"{option}.kind = '{optimizer.kind}'", "bitsandbytes", optimizer.kind.value)
 
 
 def _check_fabric(sync: SyncConfig) -> None:

@@ -19,8 +19,8 @@ from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
 from fathom.model.routing import ExpertShape, Routing
-from fathom.trainer.backends.adamw import AdamW
 from fathom.trainer.backends.masters import masters_of, zero_gradients
+from fathom.trainer.backends.optimizers.kinds import open_optimizer
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Report, Update
 from fathom.trainer.backends.reference import ReferencePolicy
@@ -67,7 +67,7 @@ class TorchBackend:
     def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
         """See `port.Backend`."""
         self._optimizer, self._steps, self._step = optimizer, steps, 0
-        self._adamw = AdamW(self._masters.tensors, optimizer)
+        self._rule = open_optimizer(self._masters.tensors, optimizer, self._model.vocabulary_weights())
         self.discard()
 
     def logprobs(self, rows: PackedRows) -> Tensor:
@@ -95,7 +95,7 @@ class TorchBackend:
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self._optimizer.max_grad_norm))
         applied = math.isfinite(norm)
         if applied:
-            self._adamw.step(lr)
+            self._rule.step(lr)
             self._masters.publish()
             self._step += 1
         self.discard()
@@ -122,7 +122,7 @@ class TorchBackend:
         state = TrainerState(
             step=self._step,
             masters=self._masters.tensors if self._masters.separate else None,
-            optimizer=self._adamw.state(),
+            optimizer=self._rule.state(),
             reference=self._reference.weights if self._reference is not None else None,
         )
         write_state(folder, state)
@@ -138,7 +138,7 @@ class TorchBackend:
             copy_into(self._masters.tensors, state.masters, "the saved masters")
             self._masters.publish()
             self._refuse_other_cast(saved, folder)
-        self._adamw.restore(state.optimizer)
+        self._rule.restore(state.optimizer)
         self._reference = ReferencePolicy(self._on_device(state.reference)) if state.reference is not None else None
         self._step = state.step
         self.discard()

@@ -1,0 +1,1 @@
+"""How masters follow their gradient: one module per kind, all behind `port.Optimizer`."""
