@@ -45,6 +45,37 @@ class OptimizerConfig(Section):
         return self
 
 
+class ReferenceConfig(Section):
+    """The weights that a KL penalty is measured against (`objective.kl_coefficient`)."""
+
+    kind: ReferenceKind = ReferenceKind.FROZEN
+    """Those RL started from; those of the latest of every so many steps; or an average of the policy's."""
+    every_steps: int | None = Field(default=None, gt=0)
+    """Steps after which the policy becomes the reference again. `periodic` only, which requires it."""
+    decay: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the average that a step keeps; the new weights are the rest. `ema` only, which requires it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for option, kind in (("every_steps", ReferenceKind.PERIODIC), ("decay", ReferenceKind.EMA)):
+            given = getattr(self, option) is not None
+            if given and self.kind is not kind:
+                raise ValueError(f"{option} changes nothing with kind = '{self.kind}'; remove it, or set '{kind}'")
+            if not given and self.kind is kind:
+                raise ValueError(f"kind = '{kind}' needs {option}; set it")
+        return self
+
+
+class CriticConfig(Section):
+    """A value model: a copy of the policy's body as RL starts, with a scalar head. It is never published."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps that train the critic alone. They count as steps, the policy stays as it is; its own learning-rate
+    schedule starts after them."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The critic's optimizer."""
+
+
 class TrainerConfig(Section):
     """One training process."""
 
@@ -67,6 +98,18 @@ class TrainerConfig(Section):
     computed from the trainer's own logits. Needs `rollout.record_routes`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The KL penalty's reference."""
+    critic: CriticConfig | None = None
+    """The value model of `objective.kind = "ppo"`, which requires it. None: none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves the policy none of {self.steps} steps; lower it"
+            )
+        return self
 
 
 class WarmStartConfig(Section):

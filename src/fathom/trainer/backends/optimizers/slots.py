@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ Slots = Callable[[Tensor], tuple[str, ...]]
 """What an optimizer keeps for a master."""
 
 
-def decayed(masters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+def decayed(masters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: weight decay on matrices only, norms and biases are left alone. Empty groups are left out."""
     matrices = [tensor for tensor in masters.values() if tensor.ndim >= 2]
     others = [tensor for tensor in masters.values() if tensor.ndim < 2]
