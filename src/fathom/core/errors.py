@@ -71,6 +71,18 @@ class SandboxError(FathomError):
     """A sandbox could not be made, is gone, or refused a file. Infrastructure: what ran in it gets no reward for it."""
 
 
+class UngradedError(FathomError):
+    """Raised by a grader that can name why there is no reward: *ungraded* with this cause, never reward 0."""
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(cause, detail)
+        self.cause = cause
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.detail}"
+
+
 class GraderDeadError(FathomError):
     """The process that keeps the graders has ended. The run cannot go on; resuming loses nothing."""
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, JsonValue
 from fathom.config.load import parse_section
 from fathom.core.errors import ConfigError, DataError, FathomError
 from fathom.core.ports.agent import AgentEnvironment
-from fathom.core.ports.environment import Environment, Task
+from fathom.core.ports.environment import ComparingEnvironment, Environment, Task
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 from fathom.envs.harbor.environment import HarborEnvironment, HarborOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
@@ -77,6 +77,8 @@ def require_environment(candidate: object, origin: str) -> AnyEnvironment:
             f"task {origin}: {type(candidate).__name__} has both `grade` and `episode`: a task is single-turn, or "
             "an agent acts in it; remove one of them"
         )
+    if isinstance(candidate, ComparingEnvironment) and not inspect.iscoroutinefunction(candidate.grade_group):
+        raise ConfigError(f"task {origin}: write `async def grade_group`: it runs in an event loop")
     if not candidate.tasks():
         raise DataError(f"task {origin}: there are no training tasks; check the data and the limits on it")
     seen: set[str] = set()

@@ -24,7 +24,7 @@ from fathom.core.records.trajectory import (
     TrajectoryStatus,
     Ungraded,
 )
-from fathom.rollout.episode import EpisodePlan
+from fathom.rollout.episode import EndedEpisode, EpisodePlan
 from fathom.rollout.session.call import CallRefusedError
 from fathom.rollout.session.plan import Closed, SessionPlan
 from fathom.rollout.session.sessions import Sessions
@@ -85,13 +85,17 @@ class AgentEpisodeRunner:
         Raises:
             GraderDeadError: the process that keeps the environment is gone.
         """
+        return (await self.play(plan)).trajectory
+
+    async def play(self, plan: EpisodePlan) -> EndedEpisode:
+        """As `run`; says besides what was said."""
         started_s = time.time()
         name = trajectory_id(plan.group, plan.member)
         try:
             key = self._sessions.open(self._session(plan, name))
         except BudgetError as error:
             played = Played(reward=Ungraded(cause="no_session", detail=str(error)), acting=None, detail="", fault="")
-            return self._trajectory(plan, started_s, played, _Ended.before(played.reward))
+            return self._episode(plan, started_s, played, _Ended.before(played.reward))
         open_session = _OpenSession(self._sessions, key)
         try:
             played = await self._play(plan.task, self._endpoint(key), open_session.tell)
@@ -99,7 +103,7 @@ class AgentEpisodeRunner:
         finally:
             await open_session.abandon()
             self._forget(name)
-        return self._trajectory(plan, started_s, played, ended)
+        return self._episode(plan, started_s, played, ended)
 
     def _session(self, plan: EpisodePlan, name: str) -> SessionPlan:
         terms = self._terms
@@ -118,7 +122,7 @@ class AgentEpisodeRunner:
             want_routes=terms.record_routes and plan.purpose is Purpose.ROLLOUT,
         )
 
-    def _trajectory(self, plan: EpisodePlan, started_s: float, played: Played, ended: _Ended) -> Trajectory:
+    def _episode(self, plan: EpisodePlan, started_s: float, played: Played, ended: _Ended) -> EndedEpisode:
         header = TrajectoryHeader(
             id=trajectory_id(plan.group, plan.member),
             group=plan.group,
@@ -135,7 +139,8 @@ class AgentEpisodeRunner:
             ended_s=time.time(),
             session=ended.facts(played),
         )
-        return Trajectory(header=header, payload=ended.closed.payload or _NOTHING)
+        trajectory = Trajectory(header=header, payload=ended.closed.payload or _NOTHING)
+        return EndedEpisode(trajectory=trajectory, messages=ended.closed.messages)
 
 
 @final

@@ -13,6 +13,7 @@ from fathom.core.errors import EngineError, RecordError
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, trajectory_id
 from fathom.core.ports.engine import Barrier, GenerateChunk, GenerateRequest
 from fathom.core.ports.environment import Task
+from fathom.core.records.message import Message, Role
 from fathom.core.records.sampling import FinishReason, Purpose, SamplingParams
 from fathom.core.records.trajectory import (
     Reward,
@@ -71,6 +72,16 @@ class EpisodePlan:
     """Start together with others. None: at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEpisode:
+    """An episode that was played."""
+
+    trajectory: Trajectory
+    """Its record."""
+    messages: tuple[Message, ...]
+    """The answer to the task's messages; of an agent, the conversation that ended last. Empty: nothing was said."""
+
+
 @final
 class EpisodeRunner:
     """Runs episodes. A bad episode is data: nothing an engine or a grader does raises out of `run`."""
@@ -97,18 +108,24 @@ class EpisodeRunner:
 
     async def run(self, plan: EpisodePlan) -> Trajectory:
         """Generate, check, grade. Only cancellation comes out as an exception."""
+        return (await self.play(plan)).trajectory
+
+    async def play(self, plan: EpisodePlan) -> EndedEpisode:
+        """As `run`; says besides what was said."""
         started_s = time.time()
         try:
             chunks = await self._generate(plan)
             payload = assemble(plan.prompt_ids, chunks, plan.sampling, routes=self._wants_routes(plan))
         except (EngineError, RecordError) as error:
             cause = "refused" if isinstance(error, RecordError) else "engine_error"
-            return self._failed(plan, started_s, cause, str(error))
+            return EndedEpisode(trajectory=self._failed(plan, started_s, cause, str(error)), messages=())
         reason = payload.branches[0].turns[0].finish_reason
         status = _STATUS[reason]
-        reward = await self._judge(plan, payload, status)
+        answer = self._answer(payload)
+        reward = await self._judge(plan, answer, status)
         cause = "" if status is TrajectoryStatus.COMPLETED else reason.value
-        return Trajectory(header=self._header(plan, started_s, status, cause, reward), payload=payload)
+        header = self._header(plan, started_s, status, cause, reward)
+        return EndedEpisode(trajectory=Trajectory(header=header, payload=payload), messages=_said(answer))
 
     async def _generate(self, plan: EpisodePlan) -> list[GenerateChunk]:
         name = trajectory_id(plan.group, plan.member)
@@ -135,16 +152,20 @@ class EpisodeRunner:
     def _wants_routes(self, plan: EpisodePlan) -> bool:
         return self._record_routes and plan.purpose is Purpose.ROLLOUT
 
-    async def _judge(self, plan: EpisodePlan, payload: TokenPayload, status: TrajectoryStatus) -> Reward:
+    async def _judge(self, plan: EpisodePlan, answer: str, status: TrajectoryStatus) -> Reward:
         if status is TrajectoryStatus.ABORTED:
             return Ungraded(cause="aborted", detail="the generation was ended from outside")
+        return await self._grade(plan.task, answer)
+
+    def _answer(self, payload: TokenPayload) -> str:
+        """The text of what was sampled, without what stopped it."""
         branch = payload.branches[0]
         answer = branch.token_ids[branch.sampled].tolist()
         if answer and answer[-1] in self._stop_ids:
             answer = answer[:-1]
         text = self._decode(answer)
         end = first_stop(text, self._stop_strings)
-        return await self._grade(plan.task, text if end is None else text[: end[0]])
+        return text if end is None else text[: end[0]]
 
     def _failed(self, plan: EpisodePlan, started_s: float, cause: str, detail: str) -> Trajectory:
         prompt_only = assemble(plan.prompt_ids, [], plan.sampling, routes=False)
@@ -172,6 +193,10 @@ class EpisodeRunner:
             started_s=started_s,
             ended_s=time.time(),
         )
+
+
+def _said(answer: str) -> tuple[Message, ...]:
+    return (Message(role=Role.ASSISTANT, content=answer),)
 
 
 def assemble(

@@ -25,16 +25,18 @@ from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError, RunStoppedError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Engine
-from fathom.core.ports.environment import DemonstratedEnvironment
+from fathom.core.ports.environment import ComparingEnvironment, DemonstratedEnvironment
 from fathom.core.records.demonstration import Demonstration
 from fathom.envs.agents.processes import AgentProcesses
 from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
 from fathom.ledger.writer import LedgerWriter
 from fathom.model.tiny import make_tiny
+from fathom.rollout.agent_episode import AgentEpisodeRunner
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.registry import LAUNCHERS, Launcher
 from fathom.rollout.episode import EpisodeRunner
+from fathom.rollout.group_grading import GroupGrading
 from fathom.run.history.checkpoint import Checkpoints, LoopState
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.recorder import Observer, Recorder
@@ -150,6 +152,24 @@ async def _run(
 
 @asynccontextmanager
 async def _runner(resolved: Resolved, players: Players, fleet: Fleet) -> AsyncGenerator[Runner]:
+    """Plays episodes of the task's kind; together, where members of a group are compared."""
+    config = resolved.config
+    async with _episodes(resolved, players, fleet) as episodes:
+        if not isinstance(resolved.environment, ComparingEnvironment):
+            yield episodes
+            return
+        yield GroupGrading(
+            play=episodes.play,
+            compare=players.grade_group,
+            group_size=config.rollout.group_size,
+            min_graded=config.staleness.min_graded or config.rollout.group_size,
+        )
+
+
+@asynccontextmanager
+async def _episodes(
+    resolved: Resolved, players: Players, fleet: Fleet
+) -> AsyncGenerator[EpisodeRunner | AgentEpisodeRunner]:
     config, identity = resolved.config, resolved.renderer.identity
     if isinstance(players, AgentProcesses):
         assert resolved.turns is not None, "found when the run was resolved"

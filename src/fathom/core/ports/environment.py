@@ -5,12 +5,15 @@ The smallest user class has `tasks` and `grade`; nothing here knows tokens or en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, TypedDict, runtime_checkable
 
 import msgspec
 
+from fathom.core.errors import RecordError
 from fathom.core.ids import TaskId
+from fathom.core.records.message import Message, Role
 from fathom.core.records.trajectory import Graded
 
 
@@ -59,4 +62,49 @@ class DemonstratedEnvironment(Environment, Protocol):
 
     def demonstration(self, task: Task) -> str:
         """A good answer to `task`."""
+        ...
+
+
+class GroupMember(msgspec.Struct, frozen=True, tag="group_member.1"):
+    """A graded member of a group, as whoever compares them sees it."""
+
+    member: int
+    """Its place in the group, from 0. Places of members without a reward are missing."""
+    messages: tuple[Message, ...]
+    """The answer to the task's messages; of an agent, the conversation that ended last."""
+    reward: Graded
+    """What it is worth by itself."""
+
+    @property
+    def answer(self) -> str:
+        """What the policy said last. Empty: nothing."""
+        last = self.messages[-1:]
+        return last[0].content if last and last[0].role is Role.ASSISTANT else ""
+
+
+class GroupGrade(msgspec.Struct, frozen=True, tag="group_grade.1"):
+    """What a comparison adds to the reward of each member."""
+
+    components: dict[str, tuple[float, ...]]
+    """Named parts of the reward, none of which members have already; one finite value for each member, in the order in
+    which they were given."""
+    grader: str
+    """Identity of what compared them: name and version."""
+
+    def __post_init__(self) -> None:
+        finite = all(math.isfinite(value) for values in self.components.values() for value in values)
+        if not self.components or not finite:
+            raise RecordError(f"the grade of a group needs finite components, got {self.components}")
+
+
+@runtime_checkable
+class ComparingEnvironment(Protocol):
+    """An environment of either kind that also compares the members of a group. Those wait for each other then."""
+
+    async def grade_group(self, task: Task, members: Sequence[GroupMember]) -> GroupGrade:
+        """Compare the graded members of a complete group, once, in a process of the grader's, under its deadline.
+
+        An exception means that all of them are *ungraded*: a group is compared whole or not at all. It is not called
+        in evaluations, nor for a group with too few graded members to be trained.
+        """
         ...

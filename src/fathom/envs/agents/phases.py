@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fathom.core.ports.agent import Acting, Endpoint, Transcript
-from fathom.core.ports.environment import Task
+from fathom.core.ports.environment import GroupGrade, GroupMember, Task
 from fathom.core.records.trajectory import Graded
 
 
@@ -57,7 +57,20 @@ class Close(msgspec.Struct, frozen=True, tag="close.1"):
     """Its time."""
 
 
-Phase = Boot | Act | Grade | Close
+class Compare(msgspec.Struct, frozen=True, tag="compare.1"):
+    """Compare the members of a group. Asked of a process that plays no episode."""
+
+    time: PhaseTime
+    """Its time."""
+    task: Task
+    """The task."""
+    members: tuple[GroupMember, ...]
+    """Graded members."""
+
+
+Phase = Boot | Act | Grade | Close | Compare
+Given = Graded | GroupGrade
+"""What a phase may give."""
 
 
 class PhaseEnded(msgspec.Struct, frozen=True, tag="phase_ended.1"):
@@ -67,5 +80,7 @@ class PhaseEnded(msgspec.Struct, frozen=True, tag="phase_ended.1"):
     """How it ended."""
     detail: str
     """Why, for people. Empty: it returned."""
-    graded: Graded | None
-    """The reward. None: the phase gives none, or did not end well."""
+    given: Given | None
+    """The reward, or what a comparison adds. None: the phase gives none, or did not end well."""
+    cause: str = ""
+    """The cause that a grader named for there being no reward. Empty: it named none."""

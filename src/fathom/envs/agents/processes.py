@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self, final
@@ -11,10 +12,10 @@ from typing import Self, final
 from fathom.config.agent import LimitsConfig
 from fathom.core.errors import GraderDeadError, RecordError
 from fathom.core.ports.agent import Acting, AgentEnvironment, Endpoint, Played, Tell
-from fathom.core.ports.environment import Task
-from fathom.core.records.trajectory import Reward, Ungraded
+from fathom.core.ports.environment import GroupGrade, GroupMember, Task
+from fathom.core.records.trajectory import Graded, Reward, Ungraded
 from fathom.core.wire import FrameReader, frame
-from fathom.envs.agents.phases import Act, Boot, Close, Grade, Phase, PhaseEnded, PhaseTime
+from fathom.envs.agents.phases import Act, Boot, Close, Compare, Grade, Phase, PhaseEnded, PhaseTime
 from fathom.envs.agents.worker import serve
 from fathom.envs.nursery import Nursery
 
@@ -93,6 +94,30 @@ class AgentProcesses:
                 with suppress(GraderDeadError):  # then they are gone; the next episode says so
                     await self._nursery.ended(number)
 
+    async def grade_group(self, task: Task, members: Sequence[GroupMember]) -> GroupGrade | Ungraded:
+        """Compare the graded members of a group in a process of its own, within the time of grading.
+
+        Returns:
+            What is added to each; or Ungraded for all of them with cause `group_timeout`, `group_error` or
+            `group_died`, or the cause that the environment named.
+
+        Raises:
+            GraderDeadError: the process that keeps the environment is gone.
+        """
+        number, line = self._nursery.begin()
+        with line:
+            try:
+                time = self._time(self._limits.grade_s)
+                compared = await _Process(line).do(Compare(time=time, task=task, members=tuple(members)))
+            finally:
+                with suppress(GraderDeadError):
+                    await self._nursery.ended(number)
+        if (cause := _cause(compared, "group")) is not None:
+            return cause
+        if compared is None or not isinstance(compared.given, GroupGrade):
+            return Ungraded(cause="group_error", detail="nothing was compared")
+        return compared.given
+
     async def _play(self, process: _Process, task: Task, endpoint: Endpoint, tell: Tell) -> Played:
         limits = self._limits
         booted = await process.do(Boot(time=self._time(limits.boot_s), task=task))
@@ -107,8 +132,8 @@ class AgentProcesses:
         if isinstance(told, Ungraded):
             return await self._close(process, told, acted.how, acted.detail)
         graded = await process.do(Grade(time=self._time(limits.grade_s), transcript=told))
-        reward = _cause(graded, "grader") or (graded.graded if graded else None)
-        if reward is None:
+        reward = _cause(graded, "grader") or (graded.given if graded else None)
+        if not isinstance(reward, Graded | Ungraded):
             reward = Ungraded(cause="grader_error", detail="nothing was booted")
         return await self._close(process, reward, acted.how, acted.detail)
 
@@ -136,7 +161,7 @@ class _Process:
             async with asyncio.timeout(phase.time.killed_s):
                 return await self._ask(frame(phase))
         except UnicodeEncodeError as error:
-            return PhaseEnded(how=Acting.FAILED, detail=f"this is not valid text: {error}", graded=None)
+            return PhaseEnded(how=Acting.FAILED, detail=f"this is not valid text: {error}", given=None)
         except (TimeoutError, EOFError, OSError, RecordError) as error:
             self.overdue = isinstance(error, TimeoutError)
             return None
@@ -160,4 +185,4 @@ def _cause(ended: PhaseEnded | None, phase: str) -> Ungraded | None:
         case Acting.TIMEOUT:
             return Ungraded(cause=f"{phase}_timeout", detail=ended.detail)
         case Acting.FAILED:
-            return Ungraded(cause=f"{phase}_error", detail=ended.detail)
+            return Ungraded(cause=ended.cause or f"{phase}_error", detail=ended.detail)

@@ -12,11 +12,11 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, final
 
+from fathom.core.errors import UngradedError
 from fathom.core.ports.agent import Acting, AgentEnvironment, AgentEpisode
-from fathom.core.records.trajectory import Graded
 from fathom.core.wire import FrameReader, frame
-from fathom.envs.agents.phases import Act, Boot, Close, Grade, Phase, PhaseEnded
-from fathom.envs.grading.worker import sound
+from fathom.envs.agents.phases import Act, Boot, Close, Compare, Given, Grade, Phase, PhaseEnded
+from fathom.envs.grading.worker import compare, sound
 from fathom.envs.nursery.keeper import describe
 
 _READ_BYTES = 1 << 16
@@ -67,11 +67,12 @@ class _Worker:
         if isinstance(given, _OverdueError):
             given = _late(phase)
         if isinstance(given, BaseException):
-            how = Acting.TIMEOUT if isinstance(given, _LateError) else Acting.FAILED
-            return PhaseEnded(how=how, detail=str(given) if how is Acting.TIMEOUT else describe(given), graded=None)
-        return PhaseEnded(how=Acting.ENDED, detail="", graded=given)
+            return _ended_badly(given)
+        return PhaseEnded(how=Acting.ENDED, detail="", given=given)
 
-    async def _do(self, phase: Phase) -> Graded | None:
+    async def _do(self, phase: Phase) -> Given | None:
+        if isinstance(phase, Compare):
+            return await compare(self._environment, phase.task, phase.members)
         if isinstance(phase, Boot):
             self._episode = self._environment.episode(phase.task)
         episode = self._episode
@@ -97,7 +98,17 @@ def _late(phase: Phase) -> _LateError:
     return _LateError(f"not over within {phase.time.limit_s:g} s")
 
 
-async def _guarded(work: Coroutine[Any, Any, Graded | None]) -> Graded | BaseException | None:
+def _ended_badly(error: BaseException) -> PhaseEnded:
+    match error:
+        case _LateError():
+            return PhaseEnded(how=Acting.TIMEOUT, detail=str(error), given=None)
+        case UngradedError():
+            return PhaseEnded(how=Acting.FAILED, detail=error.detail, given=None, cause=error.cause)
+        case _:
+            return PhaseEnded(how=Acting.FAILED, detail=describe(error), given=None)
+
+
+async def _guarded(work: Coroutine[Any, Any, Given | None]) -> Given | BaseException | None:
     """Whatever user code raises is a result: even SystemExit ends a phase, and not the process."""
     try:
         return await work

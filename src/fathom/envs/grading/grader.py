@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self, final
+from typing import Any, Self, final
 
 from fathom.core.errors import ConfigError, GraderDeadError, RecordError
-from fathom.core.ports.environment import Environment, Task
+from fathom.core.ports.environment import Environment, GroupGrade, GroupMember, Task
 from fathom.core.records.trajectory import Graded, Reward, Ungraded
 from fathom.core.wire import FrameReader, frame
-from fathom.envs.grading.worker import GradeRequest, serve
+from fathom.envs.grading.worker import CompareRequest, GradeRequest, serve
 from fathom.envs.nursery import Nursery
 
 _READ_BYTES = 1 << 16
@@ -24,10 +25,10 @@ class _Worker:
 
     number: int
     line: socket.socket
-    rewards: FrameReader = field(default_factory=lambda: FrameReader(Graded | Ungraded))
+    rewards: FrameReader = field(default_factory=lambda: FrameReader(Graded | GroupGrade | Ungraded))
 
-    async def ask(self, request: bytes) -> Reward:
-        """Send one framed request and wait for its reward. Raises EOFError or OSError when the worker has ended."""
+    async def ask(self, request: bytes) -> Any:
+        """Send one framed request and wait for the answer. Raises EOFError or OSError when the worker has ended."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self.line, request)
         while data := await loop.sock_recv(self.line, _READ_BYTES):
@@ -104,26 +105,43 @@ class Grader:
         Raises:
             GraderDeadError: the process that keeps the workers is gone.
         """
+        return await self._ask(GradeRequest(task=task, answer=answer), "grader", f"task {task.id}")
+
+    async def grade_group(self, task: Task, members: Sequence[GroupMember]) -> GroupGrade | Ungraded:
+        """Compare the graded members of a group, as `grade` does it and under the same deadline.
+
+        Returns:
+            What is added to each; or Ungraded for all of them with cause `group_timeout`, `group_error` or
+            `group_died`, or the cause that the grader named.
+
+        Raises:
+            GraderDeadError: the process that keeps the workers is gone.
+        """
+        request = CompareRequest(task=task, members=tuple(members))
+        return await self._ask(request, "group", f"a group of task {task.id}")
+
+    async def _ask(self, asked: GradeRequest | CompareRequest, whose: str, what: str) -> Any:
+        """The worker's answer, or why there is none: `<whose>_timeout`, ... ."""
         try:
-            request = frame(GradeRequest(task=task, answer=answer))
+            request = frame(asked)
         except UnicodeEncodeError as error:
-            return Ungraded(cause="grader_error", detail=f"task {task.id} or the answer is not valid text: {error}")
+            return Ungraded(cause=f"{whose}_error", detail=f"{what} or its answer is not valid text: {error}")
         worker = await self._idle.get()
         try:
             async with asyncio.timeout(self._timeout_s):
-                reward = await worker.ask(request)
+                answer = await worker.ask(request)
         except TimeoutError:
             self._replace(worker)
-            return Ungraded(cause="grader_timeout", detail=f"no reward for task {task.id} in {self._timeout_s:g} s")
+            return Ungraded(cause=f"{whose}_timeout", detail=f"no reward for {what} in {self._timeout_s:g} s")
         except (EOFError, OSError, RecordError):
             self._replace(worker)
-            return Ungraded(cause="grader_died", detail=f"the worker process ended while it graded task {task.id}")
+            return Ungraded(cause=f"{whose}_died", detail=f"the worker process ended while it graded {what}")
         except BaseException:
             with suppress(GraderDeadError):  # the next grade says so; this caller is giving up
                 self._replace(worker)
             raise
         self._idle.put_nowait(worker)
-        return reward
+        return answer
 
     async def close(self) -> None:
         """End all workers, busy or not, and wait until they are gone. Safe to call twice."""
