@@ -264,3 +264,14 @@ class Tracker(StrEnum):
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
+
+
+class TooLong(StrEnum):
+    """What becomes of a sample that does not fit the model's context (`fathom sft`, `fathom dpo`)."""
+
+    REFUSE = "refuse"
+    """The run does not start."""
+    LEAVE_OUT = "leave_out"
+    """It is left out and counted."""
+    TRUNCATE = "truncate"
+    """Its tokens beyond the limit are left out, and it is counted; without a token to imitate it is left out."""

@@ -1,0 +1,1 @@
+"""Training on what others wrote: demonstrations to imitate, pairs of answers to tell apart."""
