@@ -7,6 +7,7 @@ import msgspec
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
 from fathom.core.records.states import AttemptState, Fate
 from fathom.core.records.step import Mismatch, MismatchSlice, RouteMetrics, RowOutcome, StepMetrics
+from fathom.ledger.tuning_events import TuningEvent
 
 
 class IncarnationOpened(msgspec.Struct, frozen=True, tag="incarnation_opened.1"):
@@ -285,6 +286,19 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated.1"):
     """Seconds it took."""
 
 
+class DemonstrationsPlayed(msgspec.Struct, frozen=True, tag="demonstrations_played.1"):
+    """Agents have played scripts for the warm start, so far."""
+
+    played: int
+    """Episodes that were played to their end, with a reward."""
+    of: int
+    """Episodes to play."""
+    tokens: int
+    """Tokens in them to imitate."""
+    seconds: float
+    """Since the first began."""
+
+
 class WarmStartStepped(msgspec.Struct, frozen=True, tag="warm_start_stepped.1"):
     """A supervised step before RL; its own counter."""
 
@@ -344,9 +358,11 @@ Event = (
     | EngineRestored
     | EngineLeft
     | Evaluated
+    | DemonstrationsPlayed
     | WarmStartStepped
     | CheckpointSaved
     | FaultSeen
+    | TuningEvent
     | RunEnded
 )
 """Every kind of event."""
