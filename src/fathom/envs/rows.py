@@ -16,6 +16,8 @@ from fathom.core.errors import DataError
 from fathom.core.ids import TaskId
 from fathom.core.ports.environment import ChatMessage, Task
 from fathom.core.records.trajectory import Graded
+from fathom.envs.judging.judge import JudgeOptions
+from fathom.envs.judging.questions import PROMPT, QuestionJudge
 from fathom.envs.row_file import FileRow, column_names, lookup, read_rows
 
 _PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
@@ -29,6 +31,8 @@ class RowGrader(StrEnum):
     """As numbers, expressions or sets (see `math_answer`); the row's may be a worked solution with `#### 18`."""
     EXACT = "exact"
     """As text, without surrounding white space."""
+    JUDGE = "judge"
+    """By a model; see `judge`. Rows need no reference answer."""
 
 
 class RowsOptions(Section):
@@ -57,6 +61,10 @@ class RowsOptions(Section):
     """Sentence after each question."""
     grader: RowGrader = RowGrader.MATH
     """How an answer is compared with the row's."""
+    judge: JudgeOptions | None = None
+    """The model that judges, and what it may cost; with `grader = "judge"` only."""
+    judge_prompt: str = PROMPT
+    """What it is asked. `{question}`, `{reference}`, `{answer}`, `{lowest}` and `{highest}` are filled in."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -64,6 +72,8 @@ class RowsOptions(Section):
             raise ValueError("prompt and messages both name the column of the question; set one")
         if self.eval_path is not None and self.eval_rows:
             raise ValueError("eval_path and eval_rows both say what is held out; set one")
+        if (self.grader is RowGrader.JUDGE) != (self.judge is not None):
+            raise ValueError("grader = 'judge' and the section judge go together; set both or none")
         return self
 
 
@@ -71,10 +81,23 @@ class RowsOptions(Section):
 class _Judge:
     """The functions of a `RowGrader`. Pickled by name, so a grader process loads what they need before it forks."""
 
-    grade: Callable[[str, str], Graded]
-    """(the row's answer, the policy's text) to a reward."""
+    grade: Callable[[Task, str], Graded]
+    """(the row, the policy's text) to a reward."""
     reference: Callable[[str], str]
     """The row's answer to the part that is compared. Empty: there is none."""
+    needs_reference: bool = True
+    """False: a row may have no answer."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ByReference:
+    """Grades by the row's answer alone."""
+
+    grade: Callable[[str, str], Graded]
+
+    def __call__(self, task: Task, answer: str) -> Graded:
+        return self.grade(task.answer, answer)
 
 
 @final
@@ -83,7 +106,7 @@ class Rows:
 
     def __init__(self, options: RowsOptions) -> None:
         """Read the files. Raises DataError, which names the file, the row and what was found there."""
-        self._judge = _judge(options.grader)
+        self._judge = _judge(options)
         train = _read(options, self._judge, Path(options.path), "train")
         if options.eval_path is not None:
             held_out = _read(options, self._judge, Path(options.eval_path), "eval")
@@ -104,7 +127,7 @@ class Rows:
 
     def grade(self, task: Task, answer: str) -> Graded:
         """Compare with the row's answer."""
-        return self._judge.grade(task.answer, answer)
+        return self._judge.grade(task, answer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the rows: graders are sent their task with each answer."""
@@ -118,14 +141,18 @@ def grade_exact(reference: str, text: str) -> Graded:
     return Graded(components={"correct": float(equal)}, grader="exact/1", answer_found=bool(given))
 
 
-def _judge(kind: RowGrader) -> _Judge:
-    match kind:
+def _judge(options: RowsOptions) -> _Judge:
+    match options.grader:
         case RowGrader.MATH:
             from fathom.envs.math_answer import grade_math, reference_answer  # sympy: only for those who need it
 
-            return _Judge(grade=grade_math, reference=reference_answer)
+            return _Judge(grade=_ByReference(grade_math), reference=reference_answer)
         case RowGrader.EXACT:
-            return _Judge(grade=grade_exact, reference=str.strip)
+            return _Judge(grade=_ByReference(grade_exact), reference=str.strip)
+        case RowGrader.JUDGE:
+            assert options.judge is not None, "checked in the options"
+            judge = QuestionJudge(options.judge, options.judge_prompt)
+            return _Judge(grade=judge.grade, reference=str.strip, needs_reference=False)
 
 
 def _question(task: Task) -> tuple[str, ...]:
@@ -138,12 +165,14 @@ def _read(options: RowsOptions, judge: _Judge, path: Path, split: str) -> list[T
     where = f"{path}: row {first_number}"
     named = options.prompt or options.messages
     question = named or _only_column(first, _PROMPT_COLUMNS, "prompt (or messages)", where)
-    answer = options.answer or _only_column(first, _ANSWER_COLUMNS, "answer", where)
+    answer = options.answer
+    if answer is None and (judge.needs_reference or any(_has(first, name) for name in _ANSWER_COLUMNS)):
+        answer = _only_column(first, _ANSWER_COLUMNS, "answer", where)
     tasks: list[Task] = []
     for number, row in rows:
         where = f"{path}: row {number}"
         messages = _messages(_value(row, question, where), options.messages is not None, f"{where}: column {question}")
-        reference = _reference(_value(row, answer, where), judge, f"{where}: column {answer}")
+        reference = _reference(_value(row, answer, where), judge, f"{where}: column {answer}") if answer else ""
         id = TaskId(f"{split}/{path.name}:{number}")
         tasks.append(Task(id=id, messages=_dress(messages, options, where), answer=reference))
     return tasks
@@ -208,6 +237,6 @@ def _reference(value: Any, judge: _Judge, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where} must be text or a number, got {type(value).__name__}")
     text = str(value)
-    if not judge.reference(text):
+    if judge.needs_reference and not judge.reference(text):
         raise DataError(f"{where} is empty: there is nothing to compare an answer with")
     return text
