@@ -45,7 +45,7 @@ def _train(backend: TorchBackend, steps: int) -> list[tuple[float, float]]:
     for step in range(backend.step, backend.step + steps):
         rng = np.random.default_rng(step)
         packed = PackedRows.of_rows([make_row(rng, f"t{i}", sampled=3 + i) for i in range(2)])
-        backend.accumulate(packed, lambda logprobs: (-logprobs.mean(), None))
+        backend.accumulate(packed, lambda outputs: (-outputs.logprobs.mean(), None))
         update = backend.update()
         made.append((update.grad_norm, update.lr))
     return made

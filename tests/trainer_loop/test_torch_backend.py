@@ -37,7 +37,7 @@ def _rows(seed=0, count=3):
 def _train(backend, steps, seed=0):
     updates = []
     for step in range(backend.step, backend.step + steps):
-        backend.accumulate(PackedRows.of_rows(_rows(seed + step)), lambda logprobs: (-logprobs.mean(), None))
+        backend.accumulate(PackedRows.of_rows(_rows(seed + step)), lambda outputs: (-outputs.logprobs.mean(), None))
         updates.append(backend.update())
     return updates
 
@@ -132,10 +132,10 @@ def test_bfloat16_weights_are_the_cast_of_masters_that_keep_small_updates(folder
 def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(folder):
     """64 equal micro-batches give 64 times the gradient of one; a bfloat16 sum would have stopped growing."""
     backend, packed = _backend(folder, Dtype.BFLOAT16), PackedRows.of_rows(_rows())
-    backend.accumulate(packed, lambda logprobs: (logprobs.sum(), None))
+    backend.accumulate(packed, lambda outputs: (outputs.logprobs.sum(), None))
     once = {name: master.grad.clone() for name, master in backend.masters.items()}
     for _ in range(63):
-        backend.accumulate(packed, lambda logprobs: (logprobs.sum(), None))
+        backend.accumulate(packed, lambda outputs: (outputs.logprobs.sum(), None))
     for name, master in backend.masters.items():
         assert torch.allclose(master.grad, 64 * once[name], rtol=1e-5)
 
@@ -150,7 +150,7 @@ def test_a_non_finite_gradient_changes_nothing(folder, dtype):
     backend = _backend(folder, dtype)
     _train(backend, 1)
     before = _copy(backend)
-    backend.accumulate(PackedRows.of_rows(_rows()), lambda logprobs: (logprobs.sum() * float("nan"), None))
+    backend.accumulate(PackedRows.of_rows(_rows()), lambda outputs: (outputs.logprobs.sum() * float("nan"), None))
     update = backend.update()
     assert not update.applied
     assert np.isnan(update.grad_norm)
@@ -175,7 +175,7 @@ def test_the_gradient_is_clipped_to_the_global_norm(folder):
 def test_weight_decay_spares_norms(folder):
     backend = _backend(folder, weight_decay=0.5, lr=0.1, warmup_steps=0)
     before = _copy(backend)
-    backend.accumulate(PackedRows.of_rows(_rows()), lambda logprobs: (logprobs.sum() * 0.0, None))
+    backend.accumulate(PackedRows.of_rows(_rows()), lambda outputs: (outputs.logprobs.sum() * 0.0, None))
     backend.update()
     after = _copy(backend)
     for name in before:

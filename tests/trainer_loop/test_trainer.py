@@ -86,9 +86,9 @@ class _Watched:
     def __getattr__(self, name):
         return getattr(self._backend, name)
 
-    def accumulate(self, rows, loss_of):
+    def accumulate(self, rows, loss_of, *, entropy=False):
         self.forwards.append(len(rows.lengths))
-        return self._backend.accumulate(rows, loss_of)
+        return self._backend.accumulate(rows, loss_of, entropy=entropy)
 
     def update(self):
         self.gradients.append(torch.cat([m.grad.flatten().clone() for m in self._backend.masters.values()]))

@@ -10,7 +10,7 @@ from fathom.config.agent import LimitsConfig
 from fathom.config.distillation import DistillationConfig
 from fathom.config.families import EngineKind, FabricKind, LoraPublish, OnStale, Tracker, TransportKind
 from fathom.config.lora import LoraConfig
-from fathom.config.objective import ObjectiveConfig
+from fathom.config.objective import ObjectiveConfig, check_run
 from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
 from fathom.config.sync import SyncConfig
@@ -188,6 +188,15 @@ class RunConfig(Section):
             raise ValueError(f"staleness.on_stale = '{clock.on_stale}' changes nothing at max_staleness = 0; remove it")
         if trainer.replay_routes and not rollout.record_routes:
             raise ValueError("trainer.replay_routes = true needs the engine's routes: set rollout.record_routes = true")
+        check_run(
+            self.objective,
+            group_size=rollout.group_size,
+            steps_on_a_batch=trainer.steps_on_a_batch,
+            critic=trainer.critic is not None,
+            rewarded=self.distillation is None or self.distillation.task_reward,
+        )
+        if "reference" in trainer.model_fields_set and not self.objective.reference:
+            raise ValueError("[trainer.reference] changes nothing while objective.kl_coefficient = 0; remove it")
         if self.distillation is not None:
             _check_distillation(self.distillation, self.objective)
         if self.engine.dtype is not None and self.engine.dtype is not trainer.dtype:

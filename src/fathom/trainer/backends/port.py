@@ -12,8 +12,10 @@ from torch import Tensor
 from fathom.config.trainer import OptimizerConfig
 from fathom.model.routing import ExpertShape, Routing
 from fathom.trainer.backends.packed import PackedRows
+from fathom.trainer.objective.outputs import TokenOutputs
 
 Report = TypeVar("Report")
+"""What a loss has to tell beside its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Update:
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
-    """Learning rate."""
+    """Learning rate; 0 where the weights were held."""
 
 
 class Backend(Protocol):
@@ -54,13 +56,19 @@ class Backend(Protocol):
         ...
 
     def accumulate(
-        self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]
+        self,
+        rows: PackedRows,
+        loss_of: Callable[[TokenOutputs], tuple[Tensor, Report]],
+        *,
+        entropy: bool = False,
     ) -> tuple[Report, Routing | None]:
         """One forward and one backward.
 
         `loss_of` gets the log-probabilities, float32 [N] on the CPU and differentiable, and returns a scalar, whose
         gradient is added, and whatever it has to report, which is returned. With it comes what the routers chose by
         themselves, where the rows have routes to compare it with.
+
+        `entropy`: it also gets the entropy at each token, with its gradient.
         """
         ...
 
@@ -68,16 +76,29 @@ class Backend(Protocol):
         """Forget the gradient."""
         ...
 
-    def update(self) -> Update:
-        """Clip, step by the accumulated gradient if it is finite, and forget it."""
+    def update(self, *, hold: bool = False) -> Update:
+        """Clip, step by the accumulated gradient if it is finite, and forget it.
+
+        `hold`: count the step and leave weights and optimizer as they are; the learning-rate schedule waits.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """The cast tensors that the forward uses and that are published, live, by canonical name."""
         ...
 
+    @property
+    def critic(self) -> Critic | None:
+        """The value model, saved and loaded with the policy. None: none is configured."""
+        ...
+
+    @property
+    def reference_digest(self) -> str | None:
+        """Root digest (hex) of the KL reference as it is now. None: none is kept."""
+        ...
+
     def keep_reference(self) -> None:
-        """Freeze the current weights as the KL reference."""
+        """The current weights become the KL reference; updates move it from here as `trainer.reference` says."""
         ...
 
     def reference_logprobs(self, rows: PackedRows) -> Tensor:
@@ -90,4 +111,37 @@ class Backend(Protocol):
 
     def load(self, folder: Path) -> None:
         """Become what was saved. Raises CheckpointError."""
+        ...
+
+
+class Critic(Protocol):
+    """A value model under training beside the policy. Letters: N tokens with loss of a packed forward.
+
+    The value of a token is that of the context before it: what the model makes of the token's left neighbour. Its
+    optimizer and its gradient are its own; the backend saves and loads it with the policy.
+    """
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps that train the critic alone: the policy is held."""
+        ...
+
+    def begin(self, weights: Mapping[str, Tensor], steps: int) -> None:
+        """Start over from a policy's weights with `steps` planned updates: all values are 0."""
+        ...
+
+    def values(self, rows: PackedRows) -> Tensor:
+        """float32 [N] on the CPU: values under the current weights, without gradient."""
+        ...
+
+    def accumulate(self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]) -> Report:
+        """One forward and one backward. `loss_of` gets the values, float32 [N] on the CPU and differentiable."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        ...
+
+    def update(self) -> Update:
+        """Clip, step by the accumulated gradient if it is finite, and forget it."""
         ...

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fathom.config.families import Dtype
+from fathom.config.families import Dtype, ReferenceKind
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.aligned import align
@@ -19,6 +19,7 @@ from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
 from fathom.model.routing import ExpertShape, Routing
+from fathom.trainer.backends.critic import CRITIC_FOLDER, ValueModel
 from fathom.trainer.backends.masters import masters_of, zero_gradients
 from fathom.trainer.backends.optimizers.kinds import open_optimizer
 from fathom.trainer.backends.packed import PackedRows
@@ -26,6 +27,7 @@ from fathom.trainer.backends.port import Report, Update
 from fathom.trainer.backends.reference import ReferencePolicy
 from fathom.trainer.backends.schedule import learning_rate
 from fathom.trainer.backends.state import MODEL_FOLDER, TrainerState, copy_into, read_state, write_state
+from fathom.trainer.objective.outputs import TokenOutputs
 
 _DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -46,7 +48,9 @@ class TorchBackend:
         if aligned:
             align(self._model)
         self._masters = masters_of(self._model.weights())
+        self._reference_config = config.reference
         self._reference: ReferencePolicy | None = None
+        self._critic = None if config.critic is None else ValueModel(model_folder, config.critic, device=config.device)
         self.begin_phase(config.optimizer, config.steps)
 
     @property
@@ -66,7 +70,7 @@ class TorchBackend:
 
     def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
         """See `port.Backend`."""
-        self._optimizer, self._steps, self._step = optimizer, steps, 0
+        self._optimizer, self._steps, self._step, self._held = optimizer, steps, 0, 0
         self._rule = open_optimizer(self._masters.tensors, optimizer, self._model.vocabulary_weights())
         self.discard()
 
@@ -76,11 +80,17 @@ class TorchBackend:
             return self._forward(rows, self._routing(rows) if rows.forced else None).cpu()
 
     def accumulate(
-        self, rows: PackedRows, loss_of: Callable[[Tensor], tuple[Tensor, Report]]
+        self,
+        rows: PackedRows,
+        loss_of: Callable[[TokenOutputs], tuple[Tensor, Report]],
+        *,
+        entropy: bool = False,
     ) -> tuple[Report, Routing | None]:
         """See `port.Backend`."""
+        if entropy:
+            raise NotImplementedError("the entropy over the vocabulary")
         routing = self._routing(rows, margins=True) if rows.routes is not None else None
-        loss, report = loss_of(self._forward(rows, routing).cpu())
+        loss, report = loss_of(TokenOutputs(logprobs=self._forward(rows, routing).cpu()))
         loss.backward()
         return report, routing
 
@@ -88,16 +98,20 @@ class TorchBackend:
         """See `port.Backend`."""
         zero_gradients(self._masters.tensors)
 
-    def update(self) -> Update:
+    def update(self, *, hold: bool = False) -> Update:
         """See `port.Backend`."""
         masters = list(self._masters.tensors.values())
-        lr = learning_rate(self._optimizer, self._step, self._steps)
+        lr = 0.0 if hold else learning_rate(self._optimizer, self._step - self._held, self._steps - self._held)
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self._optimizer.max_grad_norm))
         applied = math.isfinite(norm)
         if applied:
-            self._rule.step(lr)
-            self._masters.publish()
+            if not hold:
+                self._rule.step(lr)
+                self._masters.publish()
             self._step += 1
+            self._held += hold
+            if self._reference is not None:
+                self._reference.follow(self._step, self.weights(), self._masters.tensors)
         self.discard()
         return Update(applied=applied, grad_norm=norm, lr=lr)
 
@@ -105,9 +119,19 @@ class TorchBackend:
         """See `port.Backend`."""
         return self._model.weights()
 
+    @property
+    def critic(self) -> ValueModel | None:
+        """See `port.Backend`."""
+        return self._critic
+
+    @property
+    def reference_digest(self) -> str | None:
+        """See `port.Backend`."""
+        return self._reference.digest if self._reference is not None else None
+
     def keep_reference(self) -> None:
         """See `port.Backend`."""
-        self._reference = ReferencePolicy(self.weights())
+        self._reference = self._referring_to(self.weights(), self._masters.tensors)
 
     def reference_logprobs(self, rows: PackedRows) -> Tensor:
         """See `port.Backend`."""
@@ -124,8 +148,12 @@ class TorchBackend:
             masters=self._masters.tensors if self._masters.separate else None,
             optimizer=self._rule.state(),
             reference=self._reference.weights if self._reference is not None else None,
+            averages=self._reference.averages if self._reference is not None else None,
+            held=self._held,
         )
         write_state(folder, state)
+        if self._critic is not None:
+            self._critic.save(folder / CRITIC_FOLDER)
 
     def load(self, folder: Path) -> None:
         """See `port.Backend`."""
@@ -139,8 +167,10 @@ class TorchBackend:
             self._masters.publish()
             self._refuse_other_cast(saved, folder)
         self._rule.restore(state.optimizer)
-        self._reference = ReferencePolicy(self._on_device(state.reference)) if state.reference is not None else None
-        self._step = state.step
+        self._reference = self._restored_reference(state, folder)
+        self._step, self._held = state.step, state.held
+        if self._critic is not None:
+            self._critic.load(folder / CRITIC_FOLDER)
         self.discard()
 
     def _routing(self, rows: PackedRows, *, margins: bool = False) -> Routing:
@@ -164,6 +194,20 @@ class TorchBackend:
         weights = self.weights()
         if wrong := [name for name, tensor in saved.items() if not torch.equal(tensor, weights[name].cpu())]:
             raise CheckpointError(f"checkpoint {folder}: model and masters disagree on {wrong[:5]}; it is damaged")
+
+    def _referring_to(self, weights: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> ReferencePolicy:
+        return ReferencePolicy(self._reference_config, weights, masters if self._masters.separate else None)
+
+    def _restored_reference(self, state: TrainerState, folder: Path) -> ReferencePolicy | None:
+        if state.reference is None:
+            return None
+        averaged = self._reference_config.kind is ReferenceKind.EMA and self._masters.separate
+        if averaged is not (state.averages is not None):
+            raise CheckpointError(
+                f"checkpoint {folder} was made with another trainer.reference; resume with its config"
+            )
+        averages = self._on_device(state.averages) if state.averages is not None else {}
+        return self._referring_to(self._on_device(state.reference), averages)
 
     def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._model.device) for name, tensor in tensors.items()}

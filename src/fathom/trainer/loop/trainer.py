@@ -27,6 +27,7 @@ from fathom.trainer.loop.outcome import step_outcome
 from fathom.trainer.loop.packing import micro_batches, mini_batches
 from fathom.trainer.loop.tally import Tally, row_places
 from fathom.trainer.objective.objective import LossSums, micro_batch_loss
+from fathom.trainer.objective.outputs import TokenOutputs
 from fathom.trainer.objective.plan import Gate, StepPlan, StepTokens, needs_old_pass, prepare_step
 
 Stop = Callable[[], bool]
@@ -177,11 +178,11 @@ class Trainer:
             logp_ref=_joined(reference) if reference else None,
         )
 
-    def _loss_of(self, share: StepPlan, stop: Stop) -> Callable[[Tensor], tuple[Tensor, _Report]]:
-        def loss_of(logprobs: Tensor) -> tuple[Tensor, _Report]:
+    def _loss_of(self, share: StepPlan, stop: Stop) -> Callable[[TokenOutputs], tuple[Tensor, _Report]]:
+        def loss_of(outputs: TokenOutputs) -> tuple[Tensor, _Report]:
             _check(stop)
-            terms = micro_batch_loss(self._objective, share, logprobs)
-            old = share.tokens.logp_old if share.tokens.logp_old is not None else logprobs.detach()
+            terms = micro_batch_loss(self._objective, share, outputs.logprobs)
+            old = share.tokens.logp_old if share.tokens.logp_old is not None else outputs.logprobs.detach()
             return terms.loss, _Report(old_logprobs=old, gate=terms.gate, sums=terms.sums)
 
         return loss_of

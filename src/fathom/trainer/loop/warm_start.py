@@ -17,6 +17,7 @@ from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.packing import micro_batches
 from fathom.trainer.loop.trainer import Stop, never
+from fathom.trainer.objective.outputs import TokenOutputs
 
 _RECENT_STEPS = 10
 
@@ -72,8 +73,8 @@ def warm_start(
 
 
 def _accumulate(backend: Backend, chosen: Sequence[Demonstration], tokens: int, budget: int, stop: Stop) -> float:
-    def loss_of(logprobs: Tensor) -> tuple[Tensor, float]:
-        loss = -logprobs.sum() / tokens
+    def loss_of(outputs: TokenOutputs) -> tuple[Tensor, float]:
+        loss = -outputs.logprobs.sum() / tokens
         return loss, float(loss.detach())
 
     total = 0.0
