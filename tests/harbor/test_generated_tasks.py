@@ -19,7 +19,7 @@ from fathom.envs.harbor.admission import check_folders
 from fathom.envs.harbor.folder import task_folders
 from fathom.envs.harbor.generating import draw, write_tasks
 from fathom.envs.harbor.generating.families import FAMILIES
-from fathom.envs.harbor.scripted import solved_dialogue
+from fathom.envs.harbor.script import read_script
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -58,27 +58,21 @@ def test_a_sample_of_each_family_is_admitted_and_its_script_solves_it(tmp_path: 
         write_tasks(tmp_path / "g", seed=1, count=1, held_out=0)
 
 
-@needs_bwrap
-def test_a_scripted_dialogue_holds_what_the_commands_print(tmp_path: Path) -> None:
+def test_a_script_is_the_answers_of_a_model(tmp_path: Path) -> None:
     folder = make_task(tmp_path)
     script = folder / "solution" / "dialogue.json"
-    script.write_text('{"commands": ["wc -l < in", "cat none", "echo 5 > out"], "answer": "done"}')
-    messages = asyncio.run(solved_dialogue(read_task(folder), "sys"))
-    assert [message.role for message in messages] == [
-        Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT, Role.TOOL,
-        Role.ASSISTANT,
-    ]  # fmt: skip
-    assert json.loads(messages[2].tool_calls[0].arguments) == {"command": "wc -l < in"}
-    assert messages[3].content == "5"
-    assert messages[3].tool_call_id == messages[2].tool_calls[0].id
-    assert messages[5].content.endswith("No such file or directory\n[exit code 1]")
-    assert messages[-1].content == "done"
-    script.write_text('{"commands": ["echo 4 > out"], "answer": "done"}')
-    with pytest.raises(DataError, match="reward 0"):
-        asyncio.run(solved_dialogue(read_task(folder)))
+    script.write_text('{"commands": ["wc -l < in", "echo 5 > out"], "answer": "done"}')
+    answers = read_script(read_task(folder))
+    assert [message.role for message in answers] == [Role.ASSISTANT] * 3
+    commands = [json.loads(call.arguments) for message in answers for call in message.tool_calls]
+    assert commands == [{"command": "wc -l < in"}, {"command": "echo 5 > out"}]
+    assert [message.content for message in answers] == ["", "", "done"]
+    script.write_text('{"commands": []}')
+    with pytest.raises(DataError, match="no script"):
+        read_script(read_task(folder))
     script.unlink()
     with pytest.raises(DataError, match="no script"):
-        asyncio.run(solved_dialogue(read_task(folder)))
+        read_script(read_task(folder))
 
 
 @needs_bwrap

@@ -9,7 +9,7 @@ import numpy as np
 
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
-from fathom.core.ports.agent import AgentEnvironment
+from fathom.core.ports.agent import AgentEnvironment, DemonstratedAgentEnvironment
 from fathom.core.ports.environment import DemonstratedEnvironment, Task
 from fathom.envs.registry import AnyEnvironment, build_environment, require_environment
 from fathom.run.preflight import check_machine
@@ -178,7 +178,7 @@ def _check_model(config: RunConfig, model: StartingModel) -> None:
 def _check_warm_start(config: RunConfig, environment: AnyEnvironment, renderer: ChatRenderer, tasks: int) -> None:
     if config.warm_start is None:
         return
-    if not isinstance(environment, DemonstratedEnvironment):
+    if not isinstance(environment, DemonstratedEnvironment | DemonstratedAgentEnvironment):
         raise ConfigError(
             f"[warm_start] needs demonstrations, and task.kind = {config.task.kind!r} has none; remove it"
         )

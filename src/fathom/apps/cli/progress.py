@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fathom.ledger.events import (
+    DemonstrationsPlayed,
     EngineJoined,
     EngineLeft,
     EngineRestored,
@@ -81,6 +82,10 @@ class Progress:
             case IncarnationOpened():
                 self._phase = "resumed" if event.parent_seq else "starting"
                 return f"incarnation {event.incarnation}, from step {event.start_step}"
+            case DemonstrationsPlayed():
+                self._phase = f"playing demonstrations, {event.played} of {event.of}"
+                told = f"{event.of} demonstrations with {event.tokens} tokens to imitate, in {event.seconds:.1f} s"
+                return told if event.played == event.of else ""
             case WarmStartStepped():
                 self._phase = f"warm start, step {event.step}, loss {event.loss:.3f}"
                 return f"warm start step {event.step}: loss {event.loss:.3f}" if event.step % 50 == 0 else ""

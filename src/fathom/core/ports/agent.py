@@ -112,3 +112,15 @@ class AgentEnvironment(Protocol):
     def episode(self, task: Task) -> AgentEpisode:
         """A new attempt at a task. Does nothing yet."""
         ...
+
+
+@runtime_checkable
+class DemonstratedAgentEnvironment(AgentEnvironment, Protocol):
+    """An environment that can also say how tasks are solved, for a supervised warm start."""
+
+    def script(self, task: Task) -> Sequence[Message]:
+        """What a model would say to solve it, answer by answer, with its calls of tools.
+
+        The agent plays it for real, with this in the model's place: it must ask for all of it and get a reward above 0.
+        """
+        ...

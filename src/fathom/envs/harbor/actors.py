@@ -9,6 +9,8 @@ from fathom.envs.agents.tool_loop import AsyncTool, tool_loop
 from fathom.envs.harbor.folder import SOLUTION, HarborTask
 from fathom.envs.sandbox import Ended, Ran, Sandbox
 
+BASH = "bash"
+"""What the tool is called."""
 BASH_PARAMETERS = {
     "type": "object",
     "properties": {"command": {"type": "string"}},
@@ -52,7 +54,7 @@ class BashAgent:
                 return "error: bash takes a text named 'command'"
             return told(await sandbox.run(command, self._command_timeout_s))
 
-        tool = AsyncTool(name="bash", description=self._description, parameters=BASH_PARAMETERS, call=bash)
+        tool = AsyncTool(name=BASH, description=self._description, parameters=BASH_PARAMETERS, call=bash)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": task.instruction})
         await tool_loop(endpoint, messages, [tool], max_turns=self._max_turns)

@@ -13,9 +13,11 @@ from fathom.config.section import Section
 from fathom.core.errors import ConfigError
 from fathom.core.ports.agent import AgentEpisode
 from fathom.core.ports.environment import Task
+from fathom.core.records.message import Message
 from fathom.envs.harbor.actors import BashAgent
 from fathom.envs.harbor.episode import HarborEpisode
 from fathom.envs.harbor.folder import HarborTask, Room, read_task, task_folders
+from fathom.envs.harbor.script import read_script
 from fathom.envs.sandbox.view import require_tools
 
 
@@ -48,7 +50,7 @@ class HarborOptions(Section):
 
 @final
 class HarborEnvironment:
-    """An `AgentEnvironment`. All folders are read when it is made; one that cannot be honoured is named."""
+    """A `DemonstratedAgentEnvironment`. All folders are read when it is made; one that cannot be honoured is named."""
 
     Options = HarborOptions
 
@@ -97,6 +99,10 @@ class HarborEnvironment:
     def episode(self, task: Task) -> AgentEpisode:
         """A new attempt."""
         return HarborEpisode(self._by_id[task.id], self._room, self._agent)
+
+    def script(self, task: Task) -> Sequence[Message]:
+        """What `solution/dialogue.json` lists. Raises DataError when there is none."""
+        return read_script(self._by_id[task.id])
 
 
 def _fits(task: HarborTask, patterns: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from fathom.config.agent import AgentConfig, LimitsConfig
@@ -10,8 +10,8 @@ from fathom.config.run import RunConfig
 from fathom.core.records.trajectory import TokenizerIdentity
 from fathom.envs.agents.processes import AgentProcesses
 from fathom.rollout.agent_episode import AgentEpisodeRunner, SessionTerms
-from fathom.rollout.router.router import Router
 from fathom.rollout.session.server import SessionServer
+from fathom.rollout.session.session import Generate
 from fathom.rollout.session.sessions import Sessions
 from fathom.run.turns import TurnText
 
@@ -24,13 +24,19 @@ async def agent_runner(
     config: RunConfig,
     text: TurnText,
     processes: AgentProcesses,
-    router: Router,
+    generate: Generate,
+    forget: Callable[[str], None],
     identity: TokenizerIdentity,
+    *,
+    record_routes: bool,
 ) -> AsyncGenerator[AgentEpisodeRunner]:
-    """Serve sessions as long as it is open. Raises ConfigError when the port cannot be used."""
+    """Serve sessions that `generate` answers, as long as it is open; `forget` is told of each that has ended.
+
+    Raises ConfigError when the port cannot be used.
+    """
     rollout, agent = config.rollout, config.rollout.agent or AgentConfig()
     sessions = Sessions(
-        router.generate,
+        generate,
         text.renderer,
         text.readers,
         max_tokens=agent.max_kept_tokens,
@@ -54,10 +60,10 @@ async def agent_runner(
                 max_turns=agent.max_turns,
                 max_sampled_tokens=agent.max_sampled_tokens,
                 stop_ids=text.tokenizer.special.stop_ids,
-                record_routes=rollout.record_routes,
+                record_routes=record_routes,
             ),
             tokenizer=identity,
-            forget=router.forget,
+            forget=forget,
         )
     finally:
         await server.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from fathom.core.errors import DataError
 from fathom.envs.harbor.generating.draw import draw
 from fathom.envs.harbor.generating.families import Instance
-from fathom.envs.harbor.scripted import ANSWER, SCRIPT
+from fathom.envs.harbor.script import ANSWER, SCRIPT
 
 _TOML = """\
 schema_version = "1.4"
