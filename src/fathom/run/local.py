@@ -47,6 +47,7 @@ from fathom.run.pipeline import Pipeline
 from fathom.run.preflight import access_token, check_engine
 from fathom.run.resolve import Resolved
 from fathom.run.rollouts.agents import agent_runner
+from fathom.run.rollouts.demonstrating import played_demonstrations
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.rollouts.players import Players
 from fathom.run.stop import Stop
@@ -120,7 +121,7 @@ async def _run(
         with stop.cancels():
             await fleet.start()
             if newest is None:
-                await _begin(resolved, learner, recorder)
+                await _begin(resolved, players, learner, recorder)
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
         async with _runner(resolved, players, fleet) as runner:
@@ -173,7 +174,16 @@ async def _episodes(
     config, identity = resolved.config, resolved.renderer.identity
     if isinstance(players, AgentProcesses):
         assert resolved.turns is not None, "found when the run was resolved"
-        async with agent_runner(config, resolved.turns, players, fleet.router, identity) as runner:
+        router = fleet.router
+        async with agent_runner(
+            config,
+            resolved.turns,
+            players,
+            router.generate,
+            router.forget,
+            identity,
+            record_routes=config.rollout.record_routes,
+        ) as runner:
             yield runner
         return
     yield EpisodeRunner(
@@ -187,11 +197,11 @@ async def _episodes(
     )
 
 
-async def _begin(resolved: Resolved, learner: Learner, recorder: Recorder) -> None:
+async def _begin(resolved: Resolved, players: Players, learner: Learner, recorder: Recorder) -> None:
     """A fresh run: the warm start if there is one, then version 0."""
     config = resolved.config
     if config.warm_start is not None:
-        demonstrations = _demonstrations(resolved, config.warm_start.tasks)
+        demonstrations = await _demonstrations(resolved, players, config.warm_start.tasks, recorder)
         steps = learner.warm_start(
             demonstrations, config.warm_start, config.trainer.tokens_per_micro_batch, config.seed
         )
@@ -211,8 +221,12 @@ async def _go_on(
         recorder.record(*buffer.restore(state.buffer, lambda name: reader.trajectory(name).trajectory))
 
 
-def _demonstrations(resolved: Resolved, count: int) -> list[Demonstration]:
+async def _demonstrations(
+    resolved: Resolved, players: Players, count: int, recorder: Recorder
+) -> list[Demonstration]:
     environment = resolved.environment
+    if isinstance(players, AgentProcesses):
+        return await played_demonstrations(resolved, players, count, recorder)
     assert isinstance(environment, DemonstratedEnvironment), "checked when the run was resolved"
     return [
         resolved.renderer.render_demonstration(
