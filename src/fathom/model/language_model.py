@@ -176,7 +176,9 @@ class LanguageModel:
 
     def linear_shapes(self) -> set[tuple[int, int]]:
         """(outputs, inputs) of every matrix that hidden states are multiplied with, an adapter's included."""
-        shapes = {(each.out_features, each.in_features) for each in self._model.modules() if isinstance(each, nn.Linear)}
+        shapes = {
+            (each.out_features, each.in_features) for each in self._model.modules() if isinstance(each, nn.Linear)
+        }
         updates = self._adapter.updates.values() if self._adapter is not None else ()
         return shapes | {(part.shape[-2], part.shape[-1]) for update in updates for part in (update.a, update.b)}
 
@@ -214,6 +216,17 @@ class LanguageModel:
                 raise PayloadError(f"tensors {other} and {name} share memory without being tied: they cannot be named")
         return dict(sorted(named.values()))
 
+    @property
+    def hidden_size(self) -> int:
+        """H: elements of a hidden state."""
+        return self._model.config.hidden_size
+
+    def body_weights(self) -> dict[str, Tensor]:
+        """`weights()` that hidden states depend on: all but an output head of its own."""
+        weights = self.weights()
+        inside = {id(tensor) for tensor in self._model.base_model.state_dict(keep_vars=True).values()}
+        return {name: tensor for name, tensor in weights.items() if id(tensor) in inside}
+
     def vocabulary_weights(self) -> frozenset[str]:
         """Names of the weights that have a row for each id of the vocabulary: embeddings and output head."""
         ends = {id(self._model.get_input_embeddings().weight), id(self._head.weight)}
@@ -234,7 +247,7 @@ class LanguageModel:
             tensor.data = weights[name].detach()
 
     def save(self, folder: Path) -> None:
-        """Write config and the model's own weights (safetensors) in Hugging Face layout, without adapter and tokenizer."""
+        """Write config and the model's own weights (safetensors) in Hugging Face layout, without adapter or tokenizer."""
         self._model.save_pretrained(folder)
 
 

@@ -19,6 +19,7 @@ _STATE_FILE = "trainer.json"
 _MASTERS_FILE = "masters.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _REFERENCE_FILE = "reference.safetensors"
+_AVERAGES_FILE = "reference_averages.safetensors"
 
 
 class _Written(msgspec.Struct, frozen=True, tag="trainer_state.1", forbid_unknown_fields=True):
@@ -30,6 +31,10 @@ class _Written(msgspec.Struct, frozen=True, tag="trainer_state.1", forbid_unknow
     """False: the model's own tensors are the masters."""
     has_reference: bool
     """True: the KL reference lies beside them."""
+    has_averages: bool = False
+    """True: the reference is an average, and its float32 numbers lie beside it."""
+    held: int = 0
+    """Updates of these that left the policy as it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +49,27 @@ class TrainerState:
     """Moments and counts. Empty: no update was applied yet."""
     reference: Mapping[str, Tensor] | None
     """The KL reference's cast weights. None: no reference is kept."""
+    averages: Mapping[str, Tensor] | None
+    """float32 averages behind the reference's weights. None: there are none."""
+    held: int
+    """Updates of these that left the policy as it was: only a critic was trained."""
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
     """Write `state` into an existing folder."""
     if state.masters is not None:
-        _write(folder / _MASTERS_FILE, state.masters)
+        write_tensors(folder / _MASTERS_FILE, state.masters)
     if state.reference is not None:
-        _write(folder / _REFERENCE_FILE, state.reference)
-    _write(folder / _OPTIMIZER_FILE, state.optimizer)
+        write_tensors(folder / _REFERENCE_FILE, state.reference)
+    if state.averages is not None:
+        write_tensors(folder / _AVERAGES_FILE, state.averages)
+    write_tensors(folder / _OPTIMIZER_FILE, state.optimizer)
     written = _Written(
-        step=state.step, has_masters=state.masters is not None, has_reference=state.reference is not None
+        step=state.step,
+        has_masters=state.masters is not None,
+        has_reference=state.reference is not None,
+        has_averages=state.averages is not None,
+        held=state.held,
     )
     (folder / _STATE_FILE).write_bytes(msgspec.json.encode(written))
 
@@ -68,10 +83,12 @@ def read_state(folder: Path) -> TrainerState:
             masters=load_file(folder / _MASTERS_FILE) if written.has_masters else None,
             optimizer=load_file(folder / _OPTIMIZER_FILE),
             reference=load_file(folder / _REFERENCE_FILE) if written.has_reference else None,
+            averages=load_file(folder / _AVERAGES_FILE) if written.has_averages else None,
+            held=written.held,
         )
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; resume from an earlier one") from error
-    if bool(state.step) is not bool(state.optimizer):
+    if (state.step > state.held) is not bool(state.optimizer):
         raise CheckpointError(f"checkpoint {folder} has lost its optimizer state; resume from an earlier one")
     return state
 
@@ -94,5 +111,6 @@ def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], origi
         target.detach().copy_(values[name])
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
