@@ -63,3 +63,14 @@ def why_another(wanted: AdapterIdentity | None, given: AdapterIdentity | None) -
     fields = [name for name in AdapterForm.__struct_fields__ if getattr(wanted.form, name) != getattr(given.form, name)]
     told = ", ".join(f"{name} {getattr(given.form, name)} instead of {getattr(wanted.form, name)}" for name in fields)
     return f"it is another adapter: {told}"
+
+
+class MergeRounding(msgspec.Struct, frozen=True, tag="merge_rounding.1"):
+    """What is lost where an update is added to its matrix and the sum rounded to the matrix's element type."""
+
+    max_abs: float
+    """Largest distance of an element from the exact sum."""
+    unchanged: int
+    """Elements that an update other than zero left as they were."""
+    updated: int
+    """Elements whose update is not zero."""

@@ -247,7 +247,7 @@ class LanguageModel:
             tensor.data = weights[name].detach()
 
     def save(self, folder: Path) -> None:
-        """Write config and the model's own weights (safetensors) in Hugging Face layout, without adapter or tokenizer."""
+        """Write config and own weights (safetensors) in Hugging Face layout, without adapter and tokenizer."""
         self._model.save_pretrained(folder)
 
 

@@ -1,0 +1,1 @@
+"""Adapters: a trained update of low rank beside frozen weights."""
