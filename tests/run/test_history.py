@@ -31,7 +31,7 @@ def disk_full(folder: Path) -> None:
 
 
 def test_the_newest_comes_back_and_old_ones_go(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, fsync=True)
+    checkpoints = Checkpoints(tmp_path, LoopState, keep=2, fsync=True)
     assert checkpoints.newest() is None
     assert checkpoints.newest_step == 0
     for step in (2, 4, 999_999, 1_000_000):
@@ -44,7 +44,7 @@ def test_the_newest_comes_back_and_old_ones_go(tmp_path: Path) -> None:
 
 
 def test_one_that_was_not_finished_does_not_exist(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, fsync=False)
+    checkpoints = Checkpoints(tmp_path, LoopState, keep=2, fsync=False)
     checkpoints.save(state(2), weights)
     with pytest.raises(CheckpointError, match=r"no space left.*make room"):
         checkpoints.save(state(4), disk_full)
@@ -56,7 +56,7 @@ def test_one_that_was_not_finished_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_the_same_step_is_kept_as_it_was(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, fsync=False)
+    checkpoints = Checkpoints(tmp_path, LoopState, keep=2, fsync=False)
     checkpoints.save(state(2, ledger_seq=7), weights)
     checkpoints.save(state(2, ledger_seq=9), disk_full)
     newest = checkpoints.newest()
@@ -66,7 +66,7 @@ def test_the_same_step_is_kept_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"\x00", b"\x81\xa4type\xa1x"])
 def test_a_damaged_one_is_named(tmp_path: Path, damage: bytes) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, fsync=False)
+    checkpoints = Checkpoints(tmp_path, LoopState, keep=2, fsync=False)
     path = checkpoints.save(state(2), weights)
     (path / "state.msgpack").write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"step-000002.*remove that folder"):
@@ -75,7 +75,7 @@ def test_a_damaged_one_is_named(tmp_path: Path, damage: bytes) -> None:
 
 def test_strangers_among_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-of-mine").mkdir()
-    assert Checkpoints(tmp_path, keep=1, fsync=False).newest() is None
+    assert Checkpoints(tmp_path, LoopState, keep=1, fsync=False).newest() is None
     assert (tmp_path / "step-of-mine").is_dir()
 
 

@@ -7,12 +7,14 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from fathom.config.run import RunConfig
 from fathom.core.errors import ConfigError
+
+R = TypeVar("R", bound=BaseModel)
 
 TABLE_KEY = ".NAME"
 """Stands in names of options for a name that a person chooses."""
@@ -24,6 +26,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file is missing, is not TOML, or describes no valid run. The message has one line per fault.
     """
+    return parse_config(read_tree(path, overrides), str(path))
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Plain values of a TOML file, with `key=value` overrides in their places. Raises ConfigError."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,15 +41,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree, str(path))
+    return tree
 
 
 def parse_config(tree: Mapping[str, Any], origin: str) -> RunConfig:
     """Validate a tree of plain values. `origin` names it in errors. Raises ConfigError."""
+    return parse_root(RunConfig, tree, origin)
+
+
+def parse_root(root: type[R], tree: Mapping[str, Any], origin: str) -> R:
+    """The same for a run of another kind. Raises ConfigError."""
     try:
-        return RunConfig.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in error.errors()]
+        lines = [_explain(fault, root) for fault in error.errors()]
         raise ConfigError(f"{origin}: " + "\n".join(lines)) from None
 
 

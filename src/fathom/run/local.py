@@ -5,14 +5,10 @@ Importing this loads torch; whoever plays and grades must have been started befo
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.metadata import version as library_version
 from pathlib import Path
 
 import torch
@@ -28,9 +24,8 @@ from fathom.core.ports.engine import Engine
 from fathom.core.ports.environment import ComparingEnvironment, DemonstratedEnvironment
 from fathom.core.records.demonstration import Demonstration
 from fathom.envs.agents.processes import AgentProcesses
-from fathom.ledger.events import IncarnationOpened, RunEnded, WarmStartStepped
+from fathom.ledger.events import RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
-from fathom.ledger.writer import LedgerWriter
 from fathom.model.tiny import make_tiny
 from fathom.rollout.agent_episode import AgentEpisodeRunner
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
@@ -39,6 +34,7 @@ from fathom.rollout.episode import EpisodeRunner
 from fathom.rollout.group_grading import GroupGrading
 from fathom.run.history.checkpoint import Checkpoints, LoopState
 from fathom.run.history.folder import RunFolder
+from fathom.run.history.opening import open_history
 from fathom.run.history.recorder import Observer, Recorder
 from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
@@ -59,9 +55,6 @@ from fathom.text.tiny_tokenizers import TINY_TOKENIZERS
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
-_LIBRARIES = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
-
-
 async def drive(
     resolved: Resolved,
     folder: RunFolder,
@@ -81,10 +74,17 @@ async def drive(
         CheckpointError: the newest checkpoint cannot be read.
     """
     config = resolved.config
-    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, fsync=config.ledger.fsync)
+    checkpoints = Checkpoints(folder.checkpoints, LoopState, keep=config.checkpoint.keep, fsync=config.ledger.fsync)
     newest = checkpoints.newest()
     _require_device(config)
-    recorder = _open_history(config, folder, newest[0] if newest else None, observers)
+    state = newest[0] if newest else None
+    recorder = open_history(
+        config,
+        folder,
+        observers,
+        parent_seq=state.ledger_seq if state else None,
+        start_step=state.step if state else 0,
+    )
     sinks = [SINKS[tracker] for tracker in config.trackers]
     feeds = [TrackerFeed(folder.ledger, partial(sink, folder.path, recorder.incarnation)) for sink in sinks]
     try:
@@ -234,36 +234,6 @@ async def _demonstrations(
         )
         for prompted in resolved.train[:count]
     ]
-
-
-def _open_history(
-    config: RunConfig, folder: RunFolder, state: LoopState | None, observers: tuple[Observer, ...]
-) -> Recorder:
-    """The ledger, with a new incarnation opened in it."""
-    if folder.has_history:
-        writer = LedgerWriter.open(folder.ledger, fsync=config.ledger.fsync)
-        with LedgerReader(folder.ledger) as reader:
-            incarnation = 1 + len(reader.events(IncarnationOpened, include_undone=True))
-    else:
-        writer = LedgerWriter.create(folder.ledger, fsync=config.ledger.fsync)
-        incarnation = 1
-    recorder = Recorder(writer, observers, incarnation)
-    recorder.record(
-        IncarnationOpened(
-            incarnation=incarnation,
-            parent_seq=state.ledger_seq if state else None,
-            start_step=state.step if state else 0,
-            config=config.model_dump_json(),
-            machine=json.dumps(_machine()),
-        )
-    )
-    recorder.commit()
-    return recorder
-
-
-def _machine() -> dict[str, str]:
-    facts = {"machine": platform.machine(), "cores": str(os.cpu_count()), "python": platform.python_version()}
-    return facts | {name: library_version(name) for name in _LIBRARIES}
 
 
 def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import Generic, Protocol, TypeVar, final
 
 import msgspec
 from safetensors import SafetensorError
@@ -39,16 +39,30 @@ class LoopState(msgspec.Struct, frozen=True, tag="loop_state.1"):
         return self.buffer.version
 
 
+class State(Protocol):
+    """Where a loop stood; a msgspec record."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+
+S = TypeVar("S", bound=State)
+
+
 @final
-class Checkpoints:
+class Checkpoints(Generic[S]):
     """The checkpoints of one run, newest last."""
 
-    def __init__(self, folder: Path, *, keep: int, fsync: bool) -> None:
+    def __init__(self, folder: Path, state: type[S], *, keep: int, fsync: bool) -> None:
+        """`state`: what of the loop they hold, read back as just this type."""
         self._folder = folder
+        self._state = state
         self._keep = keep
         self._fsync = fsync
 
-    def save(self, state: LoopState, save_trainer: Callable[[Path], None]) -> Path:
+    def save(self, state: S, save_trainer: Callable[[Path], None]) -> Path:
         """Write one under a temporary name, then give it its name at once. Older ones beyond `keep` go away.
 
         Raises:
@@ -73,7 +87,7 @@ class Checkpoints:
         found = self._all()
         return _step(found[-1]) if found else 0
 
-    def newest(self) -> tuple[LoopState, Path] | None:
+    def newest(self) -> tuple[S, Path] | None:
         """The newest one: its state, and the folder that the trainer wrote. None: there is none.
 
         Raises:
@@ -85,14 +99,14 @@ class Checkpoints:
         if not found:
             return None
         try:
-            state = msgspec.msgpack.decode((found[-1] / _STATE).read_bytes(), type=LoopState)
+            state = msgspec.msgpack.decode((found[-1] / _STATE).read_bytes(), type=self._state)
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(
                 f"checkpoint {found[-1]} cannot be read ({error}); remove that folder to go on from the one before"
             ) from None
         return state, found[-1] / _TRAINER
 
-    def _write(self, state: LoopState, save_trainer: Callable[[Path], None], final_path: Path) -> None:
+    def _write(self, state: S, save_trainer: Callable[[Path], None], final_path: Path) -> None:
         unfinished = self._folder / f"{_UNFINISHED}{final_path.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / _TRAINER).mkdir(parents=True)

@@ -8,13 +8,19 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from fathom.config.load import parse_config
 from fathom.config.run import RunConfig
+from fathom.config.tuning.preference import PreferenceConfig
+from fathom.config.tuning.supervised import SupervisedConfig
 from fathom.core.errors import ConfigError
 from fathom.ledger.schema import DATABASE
 from fathom.text.tokenizer import TOKENIZER_FILES
+
+
+RootConfig = RunConfig | SupervisedConfig | PreferenceConfig
+"""What a run of any kind is configured by."""
 
 
 @final
@@ -32,7 +38,7 @@ class RunFolder:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, config: RunConfig) -> RunFolder:
+    def create(cls, config: RootConfig) -> RunFolder:
         """Make a new folder `runs_dir/name-YYYYmmdd-HHMMSS` with the resolved config in it, and lock it.
 
         Raises:
@@ -67,11 +73,17 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """The config the run was started with, or what a person made of it since. Raises ConfigError."""
+        return parse_config(self.config_tree(), str(self.config_file))
+
+    def config_tree(self) -> dict[str, Any]:
+        """The same as plain values, of a run of any kind. Raises ConfigError."""
         try:
             tree = json.loads(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.config_file} is not valid JSON: {error}") from None
-        return parse_config(tree, str(self.config_file))
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{self.config_file} must hold a JSON object")
+        return tree
 
     def lock(self) -> None:
         """Hold the run for this process; the kernel lets go when the process ends, however it ends. Idempotent."""

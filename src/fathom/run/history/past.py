@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fathom.config.run import RunConfig
 from fathom.ledger.events import IncarnationOpened, RunEnded
 from fathom.ledger.reader import LedgerReader
-from fathom.run.history.folder import RunFolder
+from fathom.run.history.folder import RootConfig, RunFolder
 
 
-def ended_as_asked(folder: RunFolder, config: RunConfig) -> str:
+def ended_as_asked(folder: RunFolder, config: RootConfig) -> str:
     """`steps` or `data` when the newest incarnation had this very config and came to that end. Empty: it goes on."""
     if not folder.has_history:
         return ""
