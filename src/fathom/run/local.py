@@ -55,6 +55,7 @@ from fathom.text.tiny_tokenizers import TINY_TOKENIZERS
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
+
 async def drive(
     resolved: Resolved,
     folder: RunFolder,

@@ -18,7 +18,6 @@ from fathom.core.errors import ConfigError
 from fathom.ledger.schema import DATABASE
 from fathom.text.tokenizer import TOKENIZER_FILES
 
-
 RootConfig = RunConfig | SupervisedConfig | PreferenceConfig
 """What a run of any kind is configured by."""
 
