@@ -11,6 +11,8 @@ import pytest
 from fathom.core.ports.engine import Capabilities, DigestKind, GenerateRequest, ReceivesInto, ScoreRequest
 from fathom.core.records.bias import LogitBias, TokenBias
 from fathom.core.records.sampling import InFlightMode, Purpose, SamplingParams
+from fathom.core.records.scores import IdLists
+from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score
 
 LEAST = Capabilities(
@@ -27,7 +29,7 @@ LEAST = Capabilities(
     digest=DigestKind.MEMORY,
     max_context_tokens=32,
 )
-MOST = msgspec.structs.replace(LEAST, logit_bias=True, stop_strings=True)
+MOST = msgspec.structs.replace(LEAST, logit_bias=True, stop_strings=True, ids_scored=True)
 PLAIN = GenerateRequest(
     request_id="r",
     prompt_ids=np.array([1, 2], np.int32),
@@ -47,6 +49,7 @@ SCORE = ScoreRequest(
     kept=None,
     bias=None,
 )
+IDS = IdLists.of([np.array([1, 2], np.int32), np.array([0], np.int32)])
 BIAS = LogitBias(ids=(3, 9), values=(1.0, -1.0))
 BEYOND = LogitBias(ids=(3, 10), values=(1.0, -1.0))
 
@@ -94,3 +97,26 @@ def test_scorings_that_make_no_sense_are_refused(bias: TokenBias, capabilities: 
     assert why_not_score(SCORE, LEAST, 10) is None
     assert says in (why_not_score(msgspec.structs.replace(SCORE, bias=bias), capabilities, 10) or "")
     assert why_not_score(msgspec.structs.replace(SCORE, bias=token_bias(BIAS)), MOST, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "capabilities", "says"),
+    [
+        ({"top": 3}, LEAST, "`ids_scored`"),
+        ({"others": IDS}, LEAST, "`ids_scored`"),
+        ({"others": IdLists.of([np.array([1], np.int32)])}, MOST, "do not fit 2 places"),
+        ({"others": IdLists.of([np.array([2, 1], np.int32), np.array([0], np.int32)])}, MOST, "ascending"),
+        ({"others": IdLists.of([np.array([2, 10], np.int32), np.array([0], np.int32)])}, MOST, "outside"),
+        (
+            {
+                "others": IDS,
+                "kept": KeptSets(offsets=np.array([0, 0, 2], np.int64), ids=np.array([1, 3], np.int32)),
+            },
+            MOST,
+            "position 2 are not in its kept set",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_scored_are_refused(change: dict[str, Any], capabilities: Capabilities, says: str) -> None:
+    assert says in (why_not_score(msgspec.structs.replace(SCORE, **change), capabilities, 10) or "")
+    assert why_not_score(msgspec.structs.replace(SCORE, others=IDS, top=3), MOST, 10) is None

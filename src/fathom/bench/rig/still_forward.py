@@ -14,7 +14,7 @@ from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.ports.engine import GenerateRequest, ScoreRequest
 from fathom.core.records.sampling import Purpose, SamplingParams
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
-from fathom.rollout.engines.embedded.server.decode.forward import Batch
+from fathom.rollout.engines.embedded.server.decode.forward import Batch, Scores
 from fathom.rollout.engines.embedded.server.job import Job
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
@@ -49,7 +49,7 @@ class StillForward:
     def copy_page(self, from_page: int, to_page: int) -> None:
         """See `Forward.copy_page`."""
 
-    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
+    def score(self, weights: WeightSet, request: ScoreRequest) -> Scores:
         """Never asked for: only steps are measured."""
         raise AssertionError("a still forward scores nothing")
 

@@ -16,6 +16,7 @@ from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.records.bias import TokenBias
 from fathom.core.records.sampling import FinishReason, InFlightMode, Purpose, SamplingParams
+from fathom.core.records.scores import IdLists, IdScores
 from fathom.core.records.trajectory import KeptSets
 
 
@@ -69,6 +70,8 @@ class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.2"):
     """Samples and scores with a logit bias."""
     stop_strings: bool = False
     """Ends a generation at a text. Like every ability, it is lacking where it is not declared."""
+    ids_scored: bool = False
+    """Scores more ids at a position than the one that is there, and finds the likeliest ones."""
     formats: frozenset[str] = frozenset()
     """Formats in which it holds tensors that do not come as the trainer cast them (`TensorFormat.name`)."""
 
@@ -184,6 +187,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="score.1"):
     """Kept sets to renormalise over. None: full vocabulary."""
     bias: TokenBias | None
     """Biases to add to the logits. None: no token has one."""
+    top: int = 0
+    """Also find the so many likeliest ids at each position, of the same distribution. 0: do not."""
+    others: IdLists | None = None
+    """Also score these ids at each position; they must be in its kept set. None: none."""
 
 
 class ScoreResult(msgspec.Struct, frozen=True, tag="score_result.1"):
@@ -193,6 +200,11 @@ class ScoreResult(msgspec.Struct, frozen=True, tag="score_result.1"):
     """float32 [N]."""
     version: PolicyVersion
     """The version that scored."""
+    top: IdScores | None = None
+    """The likeliest ids, at most `ScoreRequest.top` at a position: all of a kept set that is smaller. None: not asked
+    for."""
+    others: np.ndarray | None = None
+    """float32 [K]: log-probabilities of `ScoreRequest.others`. None: not asked for."""
 
 
 class StageReport(msgspec.Struct, frozen=True, tag="stage.2"):

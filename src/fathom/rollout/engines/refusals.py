@@ -80,8 +80,31 @@ def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size:
         return "kept sets must be of the scored positions, one each"
     if request.bias is not None and (wrong := _wrong_bias(request.bias, count, capabilities, vocab_size)):
         return wrong
+    if (request.top or request.others is not None) and (wrong := _wrong_ids(request, count, capabilities)):
+        return wrong
     kept_ids = request.kept.ids.tolist() if request.kept is not None else []
-    return _outside([request.token_ids.min(), request.token_ids.max(), *kept_ids], vocab_size)
+    other_ids = request.others.ids.tolist() if request.others is not None else []
+    return _outside([request.token_ids.min(), request.token_ids.max(), *kept_ids, *other_ids], vocab_size)
+
+
+def _wrong_ids(request: ScoreRequest, count: int, capabilities: Capabilities) -> str | None:
+    if not capabilities.ids_scored:
+        return "it does not have the capability `ids_scored`; choose an engine that declares it"
+    if request.top < 0:
+        return f"{request.top} likeliest ids cannot be found"
+    if request.others is None:
+        return None
+    try:
+        request.others.check(count)
+    except RecordError as error:
+        return str(error)
+    if request.kept is None:
+        return None
+    for index in range(count):
+        kept, own = request.kept.of(index), request.others.at(index)
+        if kept is not None and not np.all(np.isin(own, kept)):
+            return f"ids to score at position {request.positions[index]} are not in its kept set"
+    return None
 
 
 def _wrong_bias(bias: TokenBias, count: int, capabilities: Capabilities, vocab_size: int) -> str | None:

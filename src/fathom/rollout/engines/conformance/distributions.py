@@ -153,6 +153,32 @@ async def raw_logprobs_are_untransformed(subject: Subject) -> None:
     assert done.chunks[0].raw_logprobs is not None
 
 
+async def other_ids_are_scored(subject: Subject) -> None:
+    """The likeliest ids of a position make up its distribution, over kept sets too; asking for ids by name gives the
+    same numbers."""
+    if not subject.engine.capabilities.ids_scored:
+        return
+    await subject.serve()
+    for sampling in (SamplingParams(temperature=0.7), _TRUNCATIONS[3]):
+        done = await subject.run(subject.request(sampling=sampling, seed=6))
+        request = _score_request(subject, done, done.kept)
+        whole = (await subject.engine.score(msgspec.structs.replace(request, top=subject.vocab_size))).top
+        assert whole is not None
+        mass = np.bincount(whole.lists.places, weights=np.exp(whole.logprobs))
+        np.testing.assert_allclose(mass, np.ones(len(done.text)), atol=1e-4)
+        sampled = whole.lists.ids == done.token_ids[whole.lists.places]
+        np.testing.assert_allclose(whole.logprobs[sampled], done.logprobs, atol=subject.tolerance)
+        again = msgspec.structs.replace(request, request_id=subject.name(), top=3, others=whole.lists)
+        answer = await subject.engine.score(again)
+        assert answer.others is not None
+        np.testing.assert_allclose(answer.others, whole.logprobs, atol=subject.tolerance)
+        assert answer.top is not None
+        for place in range(len(done.text)):
+            here = whole.logprobs[whole.lists.places == place]
+            top = answer.top.logprobs[answer.top.lists.places == place]
+            np.testing.assert_allclose(np.sort(top), np.sort(here)[-3:], atol=subject.tolerance)
+
+
 async def a_shared_prompt_is_computed_once(subject: Subject) -> None:
     """A group after its first member reuses the prompt, says so, and samples what it would have sampled."""
     await subject.serve()
@@ -194,5 +220,6 @@ DISTRIBUTION_CASES: tuple[Case, ...] = (
     a_bias_is_part_of_the_distribution,
     tokens_come_as_often_as_they_are_likely,
     raw_logprobs_are_untransformed,
+    other_ids_are_scored,
     a_shared_prompt_is_computed_once,
 )

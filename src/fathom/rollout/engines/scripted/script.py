@@ -42,12 +42,22 @@ class Script(Protocol):
         """Ids are below this."""
         ...
 
+    @property
+    def knows_distributions(self) -> bool:
+        """It can say how likely every id is."""
+        ...
+
     def next_token(self, request: GenerateRequest, context: np.ndarray, version: PolicyVersion) -> Token | FinishReason:
         """The token that follows int32 [T] `context` (prompt and sampled); or why there is none."""
         ...
 
     def score(self, request: ScoreRequest, version: PolicyVersion) -> np.ndarray:
         """float32 [N]: log-probabilities of given tokens."""
+        ...
+
+    def distributions(self, request: ScoreRequest, version: PolicyVersion) -> np.ndarray:
+        """float32 [N, V]: log-probabilities of all ids at the scored positions, -inf outside a kept set. Only where
+        `knows_distributions`."""
         ...
 
 
@@ -68,6 +78,7 @@ class Replies:
     """Fixed answers by request, e.g. `Replies.table({(1, 2, 3): Reply(token_ids=(7, 8))})`. Same under any version."""
 
     LOGPROB = -1.0
+    knows_distributions = False
 
     def __init__(self, choose: Callable[[GenerateRequest], Reply]) -> None:
         """`choose` says what a request gets."""
@@ -93,10 +104,16 @@ class Replies:
         """See `Script.score`. The same constant everywhere."""
         return np.full(len(request.positions), self.LOGPROB, np.float32)
 
+    def distributions(self, request: ScoreRequest, version: PolicyVersion) -> np.ndarray:
+        """Never asked for: only answers are known."""
+        raise AssertionError("fixed answers have no distributions")
+
 
 @final
 class ToyPolicy:
     """A random bigram model, another one for each version: every number that it reports is exact."""
+
+    knows_distributions = True
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         """`seed` fixes all of it."""
@@ -117,14 +134,28 @@ class ToyPolicy:
         """See `Script.score`."""
         scored: list[float] = []
         for index, position in enumerate(request.positions.tolist()):
-            logits = self._logits(int(request.token_ids[position - 1]), version)
-            if request.bias is not None and request.bias.which[index] >= 0:
-                logits = biased(logits, request.bias.biases[request.bias.which[index]])
-            logits = logits / request.temperature[index]
-            kept = request.kept.of(index) if request.kept is not None else None
-            chosen = logits if kept is None else logits[kept]
-            scored.append(float(logits[request.token_ids[position]] - _logsumexp(chosen)))
+            logits, total = self._at(request, index, version)
+            scored.append(float(logits[request.token_ids[position]] - total))
         return np.minimum(np.array(scored, np.float32), 0)
+
+    def distributions(self, request: ScoreRequest, version: PolicyVersion) -> np.ndarray:
+        """See `Script.distributions`."""
+        rows = np.full((len(request.positions), self.vocab_size), -np.inf, np.float32)
+        for index in range(len(request.positions)):
+            logits, total = self._at(request, index, version)
+            kept = request.kept.of(index) if request.kept is not None else None
+            places = slice(None) if kept is None else kept
+            rows[index, places] = np.minimum((logits - total)[places], 0)
+        return rows
+
+    def _at(self, request: ScoreRequest, index: int, version: PolicyVersion) -> tuple[np.ndarray, float]:
+        """float64 [V] scaled logits at a scored position, and the log of the mass of its kept set."""
+        logits = self._logits(int(request.token_ids[request.positions[index] - 1]), version)
+        if request.bias is not None and request.bias.which[index] >= 0:
+            logits = biased(logits, request.bias.biases[request.bias.which[index]])
+        logits = logits / request.temperature[index]
+        kept = request.kept.of(index) if request.kept is not None else None
+        return logits, _logsumexp(logits if kept is None else logits[kept])
 
     def _logits(self, last: int, version: PolicyVersion) -> np.ndarray:
         row = np.full(self.vocab_size, self._seed + (last << 20) + (version.number << 40), np.uint64)

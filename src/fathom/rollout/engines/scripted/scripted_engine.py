@@ -27,6 +27,7 @@ from fathom.core.ports.engine import (
     VerifyReport,
 )
 from fathom.core.records.sampling import FinishReason, InFlightMode
+from fathom.core.records.scores import IdScores
 from fathom.rollout.engines.admission_queue import AdmissionQueue
 from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_score, why_not_version
 from fathom.rollout.engines.scripted.fault import Call, Fault, Trouble
@@ -82,7 +83,9 @@ class ScriptedEngine:
         self._sleep = sleep
         self._max_running = max_running
         self._decode = decode
-        self._capabilities = _capabilities(max_context_tokens, stop_strings=decode is not None)
+        self._capabilities = _capabilities(
+            max_context_tokens, stop_strings=decode is not None, ids_scored=script.knows_distributions
+        )
         self._version: PolicyVersion | None = None
         self._pinned_last: PolicyVersion | None = None
         self._staged: Manifest | None = None
@@ -163,7 +166,15 @@ class ScriptedEngine:
             logprobs = logprobs[:-1]
         if fault is not None and fault.trouble in (Trouble.NAN_LOGPROB, Trouble.POSITIVE_LOGPROB):
             logprobs[-1] = np.nan if fault.trouble is Trouble.NAN_LOGPROB else 1.0
-        return ScoreResult(logprobs=logprobs, version=version)
+        if not request.top and request.others is None:
+            return ScoreResult(logprobs=logprobs, version=version)
+        rows, others = self._script.distributions(request, version), request.others
+        return ScoreResult(
+            logprobs=logprobs,
+            version=version,
+            top=IdScores.likeliest(rows, request.top) if request.top else None,
+            others=None if others is None else rows[others.places, others.ids],
+        )
 
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         """See `Engine.stage`. No byte is read; the first manifest says which tensors there are."""
@@ -366,7 +377,7 @@ class ScriptedEngine:
         return EngineRefusedError(self._id, reason)
 
 
-def _capabilities(max_context_tokens: int, stop_strings: bool) -> Capabilities:
+def _capabilities(max_context_tokens: int, stop_strings: bool, ids_scored: bool) -> Capabilities:
     return Capabilities(
         kept_sets=True,
         routes=False,
@@ -382,4 +393,5 @@ def _capabilities(max_context_tokens: int, stop_strings: bool) -> Capabilities:
         max_context_tokens=max_context_tokens,
         logit_bias=True,
         stop_strings=stop_strings,
+        ids_scored=ids_scored,
     )

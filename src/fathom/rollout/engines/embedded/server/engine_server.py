@@ -152,6 +152,7 @@ def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:
         max_context_tokens=config.max_context_tokens,
         logit_bias=True,
         stop_strings=_has_tokenizer(config),
+        ids_scored=True,
     )
 
 

@@ -262,7 +262,8 @@ class Scheduler:
         return CommitReport(version=version, pause_s=time.monotonic() - began_s, running=running)
 
     def _answer_score(self, request: ScoreRequest, stream: Stream) -> None:
-        result = ScoreResult(logprobs=self._decoder.score(self._weights.live, request), version=self._serving())
+        scores, version = self._decoder.score(self._weights.live, request), self._serving()
+        result = ScoreResult(logprobs=scores.logprobs, version=version, top=scores.top, others=scores.others)
         self._outgoing.append((stream, Scored(request_id=request.request_id, result=result)))
 
     def _flush(self) -> None:

@@ -24,7 +24,7 @@ from fathom.rollout.engines.embedded.server.decode.contexts import Contexts
 from fathom.rollout.engines.embedded.server.decode.draft.proposer import Proposer
 from fathom.rollout.engines.embedded.server.decode.draft.speculation import Speculation
 from fathom.rollout.engines.embedded.server.decode.endings import Endings
-from fathom.rollout.engines.embedded.server.decode.forward import Batch, Forward
+from fathom.rollout.engines.embedded.server.decode.forward import Batch, Forward, Scores
 from fathom.rollout.engines.embedded.server.decode.route_book import RouteBook
 from fathom.rollout.engines.embedded.server.decode.sampler import Draw, draw
 from fathom.rollout.engines.embedded.server.decode.slot_table import SlotTable
@@ -108,8 +108,8 @@ class Decoder:
             ended += self._compute(weights, part)
         return ended
 
-    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
-        """float32 [N]: log-probabilities of given tokens."""
+    def score(self, weights: WeightSet, request: ScoreRequest) -> Scores:
+        """Log-probabilities of given tokens and ids."""
         return self._forward.score(weights, request)
 
     def switch(self, live: WeightSet, recompute: bool) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from fathom.core.ports.engine import ScoreRequest
+from fathom.core.records.scores import IdScores
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 
@@ -35,6 +36,19 @@ class Batch:
     """int64 [N]: indices into T; the logits after these tokens are wanted."""
     routed: bool
     """Record which experts each token goes to, beside its KV."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Answers to a `ScoreRequest`."""
+
+    logprobs: np.ndarray
+    """float32 [N]: of the given tokens."""
+    top: IdScores | None = None
+    """The likeliest ids. None: not asked for."""
+    others: np.ndarray | None = None
+    """float32 [K]: of the other ids asked about. None: not asked for."""
 
 
 class Forward(Protocol):
@@ -76,6 +90,6 @@ class Forward(Protocol):
         """Give a page the content of another."""
         ...
 
-    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
-        """float32 [N]: log-probabilities of given tokens, without touching any page."""
+    def score(self, weights: WeightSet, request: ScoreRequest) -> Scores:
+        """Log-probabilities of given tokens and ids, without touching any page."""
         ...

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fathom.core.ports.engine import ScoreRequest
 from fathom.model.attention import AttentionPlan, PackedAttention
+from fathom.model.id_logprobs import head_id_logprobs, head_likeliest
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.model.routing import Routing
-from fathom.rollout.engines.embedded.server.decode.forward import Batch
+from fathom.rollout.engines.embedded.server.decode.forward import Batch, Scores
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 
 
@@ -68,7 +69,7 @@ class ModelForward:
         """See `Forward.routes`."""
         return self._routes[pages, offsets]
 
-    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
+    def score(self, weights: WeightSet, request: ScoreRequest) -> Scores:
         """See `Forward.score`."""
         total = len(request.token_ids)
         plan = PackedAttention([total])
@@ -76,8 +77,13 @@ class ModelForward:
         before = torch.from_numpy(request.positions - 1).to(hidden.device)
         targets = torch.from_numpy(request.token_ids[request.positions].astype(np.int64)).to(hidden.device)
         temperature = torch.from_numpy(request.temperature).to(hidden.device)
-        scored = head_logprobs(self._model, hidden[before], targets, temperature, request.kept, request.bias)
-        return scored.cpu().numpy()
+        states, kept, bias = hidden[before], request.kept, request.bias
+        scored = head_logprobs(self._model, states, targets, temperature, kept, bias)
+        top = head_likeliest(self._model, states, temperature, kept, bias, request.top) if request.top else None
+        others = None
+        if request.others is not None:
+            others = head_id_logprobs(self._model, states, temperature, kept, bias, request.others).cpu().numpy()
+        return Scores(logprobs=scored.cpu().numpy(), top=top, others=others)
 
     def _hidden(
         self,

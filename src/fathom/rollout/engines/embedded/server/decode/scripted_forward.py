@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fathom.core.ports.engine import ScoreRequest
-from fathom.rollout.engines.embedded.server.decode.forward import Batch
+from fathom.model.id_logprobs import id_logprobs, likeliest
+from fathom.rollout.engines.embedded.server.decode.forward import Batch, Scores
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet
 from fathom.rollout.engines.uniforms import uniforms
 
@@ -68,13 +69,17 @@ class ScriptedForward:
         """See `Forward.routes`."""
         return self._routes[pages, offsets]
 
-    def score(self, weights: WeightSet, request: ScoreRequest) -> np.ndarray:
+    def score(self, weights: WeightSet, request: ScoreRequest) -> Scores:
         """See `Forward.score`: of logits whose whole context has the version that scores."""
         contexts = [request.token_ids[:position] for position in request.positions.tolist()]
         rows = [scripted_logits(context, weights.number, weights.number, self.vocab_size) for context in contexts]
         scaled = torch.from_numpy(np.array(rows)) / torch.from_numpy(request.temperature).unsqueeze(1)
         targets = torch.from_numpy(request.token_ids[request.positions].astype(np.int64)).unsqueeze(1)
-        return scaled.log_softmax(dim=1).gather(1, targets).squeeze(1).numpy()
+        return Scores(
+            logprobs=scaled.log_softmax(dim=1).gather(1, targets).squeeze(1).numpy(),
+            top=likeliest(scaled, None, request.top) if request.top else None,
+            others=None if request.others is None else id_logprobs(scaled, None, request.others).numpy(),
+        )
 
 
 def scripted_logits(context: np.ndarray, version: int, oldest: int, vocab_size: int = 64) -> np.ndarray:
