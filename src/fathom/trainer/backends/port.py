@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from fathom.config.trainer import OptimizerConfig
+from fathom.core.adapter import AdapterIdentity, MergeRounding
 from fathom.model.routing import ExpertShape, Routing
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.objective.outputs import TokenOutputs
@@ -40,6 +41,11 @@ class Backend(Protocol):
     @property
     def step(self) -> int:
         """Updates applied in this phase."""
+        ...
+
+    @property
+    def adapter(self) -> AdapterIdentity | None:
+        """The adapter that is trained, saved and loaded, and whose tensors `weights` are. None: the whole model is."""
         ...
 
     @property
@@ -85,6 +91,11 @@ class Backend(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """The cast tensors that the forward uses and that are published, live, by canonical name."""
+        ...
+
+    def whole(self) -> tuple[Mapping[str, Tensor], MergeRounding | None]:
+        """The whole model's weights in the same cast, good until the next call, and what rounding lost where an
+        adapter was merged into them. None: there is no adapter, they are `weights`."""
         ...
 
     @property

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from fathom.config.families import Dtype, ReferenceKind
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
+from fathom.core.adapter import AdapterIdentity, MergeRounding, why_another
 from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_logprobs, head_outputs
+from fathom.model.lora.merging import MergedWeights
+from fathom.model.lora.peft_folder import read_config, read_tensors, write_adapter
 from fathom.model.routing import ExpertShape, Routing
+from fathom.sync.adapters.adopt import AdapterStart, adopt
 from fathom.trainer.backends.critic import CRITIC_FOLDER, ValueModel
 from fathom.trainer.backends.masters import masters_of, zero_gradients
 from fathom.trainer.backends.optimizers.kinds import open_optimizer
@@ -36,15 +40,21 @@ _DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT1
 class TorchBackend:
     """See `port.Backend`. The same inputs on the same machine class and thread count give the same bits."""
 
-    def __init__(self, model_folder: Path, config: TrainerConfig, *, aligned: bool = False) -> None:
+    def __init__(
+        self, model_folder: Path, config: TrainerConfig, *, aligned: bool = False, adapter: AdapterStart | None = None
+    ) -> None:
         """Load a Hugging Face folder in `config.dtype` on `config.device`, and begin the RL phase.
 
-        Sets the process's number of torch threads. Raises ConfigError when the model cannot be loaded, or cannot be
-        `aligned` here.
+        Sets the process's number of torch threads. `adapter`: train that alone, beside frozen weights; None: train them.
+
+        Raises ConfigError when the model cannot be loaded, or cannot be `aligned` here; see also `adopt`.
         """
         torch.set_num_threads(config.threads)
         self._dtype = _DTYPES[config.dtype]
         self._model = LanguageModel.load(model_folder, self._dtype, config.device)
+        self._folder = model_folder
+        self._merged: MergedWeights | None = None
+        self._adapter = adopt(self._model, adapter) if adapter is not None else None
         if aligned:
             align(self._model)
         self._masters = masters_of(self._model.weights())
@@ -62,6 +72,11 @@ class TorchBackend:
     def experts(self) -> ExpertShape | None:
         """See `port.Backend`."""
         return self._model.shape.experts
+
+    @property
+    def adapter(self) -> AdapterIdentity | None:
+        """See `port.Backend`."""
+        return self._adapter
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -87,10 +102,8 @@ class TorchBackend:
         entropy: bool = False,
     ) -> tuple[Report, Routing | None]:
         """See `port.Backend`."""
-        if entropy:
-            raise NotImplementedError("the entropy over the vocabulary")
         routing = self._routing(rows, margins=True) if rows.routes is not None else None
-        loss, report = loss_of(TokenOutputs(logprobs=self._forward(rows, routing).cpu()))
+        loss, report = loss_of(self._outputs(rows, routing) if entropy else self._logprobs_alone(rows, routing))
         loss.backward()
         return report, routing
 
@@ -119,6 +132,13 @@ class TorchBackend:
         """See `port.Backend`."""
         return self._model.weights()
 
+    def whole(self) -> tuple[Mapping[str, Tensor], MergeRounding | None]:
+        """See `port.Backend`."""
+        if self._adapter is None:
+            return self.weights(), None
+        self._merged = self._merged or MergedWeights(self._model)
+        return self._merged.make()
+
     @property
     def critic(self) -> ValueModel | None:
         """See `port.Backend`."""
@@ -141,8 +161,14 @@ class TorchBackend:
             return self.logprobs(rows)
 
     def save(self, folder: Path) -> None:
-        """See `port.Backend`. Leaves `model/`, `*.safetensors` and `trainer.json` in `folder`, which is made."""
-        self._model.save(folder / MODEL_FOLDER)
+        """See `port.Backend`. Leaves `model/`, `*.safetensors` and `trainer.json` in `folder`, which is made.
+
+        With an adapter, `model/` holds that alone; the base is named by its digest.
+        """
+        if self._adapter is None:
+            self._model.save(folder / MODEL_FOLDER)
+        else:
+            write_adapter(self._adapter, self.weights(), str(self._folder), folder / MODEL_FOLDER)
         state = TrainerState(
             step=self._step,
             masters=self._masters.tensors if self._masters.separate else None,
@@ -176,19 +202,40 @@ class TorchBackend:
     def _routing(self, rows: PackedRows, *, margins: bool = False) -> Routing:
         return self._model.routing(len(rows.input_ids), forced=rows.routes if rows.forced else None, margins=margins)
 
+    def _logprobs_alone(self, rows: PackedRows, routing: Routing | None) -> TokenOutputs:
+        return TokenOutputs(logprobs=self._forward(rows, routing).cpu())
+
+    def _outputs(self, rows: PackedRows, routing: Routing | None) -> TokenOutputs:
+        targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
+        chosen = self._chosen_hidden(rows, routing)
+        logprobs, entropies = head_outputs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
+        return TokenOutputs(logprobs=logprobs.cpu(), entropy=entropies.cpu())
+
     def _forward(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """float32 [N] on the device; the head is computed for tokens with loss alone."""
+        targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
+        chosen = self._chosen_hidden(rows, routing)
+        return head_logprobs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
+
+    def _chosen_hidden(self, rows: PackedRows, routing: Routing | None) -> Tensor:
+        """[N, H]: the hidden states before the tokens with loss."""
         plan = PackedAttention(rows.lengths)
         hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan, routing)
-        chosen = hidden.index_select(0, self._tensor(rows.sources))
-        targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
-        return head_logprobs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
+        return hidden.index_select(0, self._tensor(rows.sources))
 
     def _saved_weights(self, folder: Path) -> Mapping[str, Tensor]:
         try:
+            if self._adapter is not None:
+                return self._saved_adapter(folder / MODEL_FOLDER, self._adapter)
             return LanguageModel.load(folder / MODEL_FOLDER, self._dtype, "cpu").weights()
         except ConfigError as error:
             raise CheckpointError(f"checkpoint {folder}: {error}; resume from an earlier one") from error
+
+    def _saved_adapter(self, folder: Path, identity: AdapterIdentity) -> Mapping[str, Tensor]:
+        _, given = read_config(folder)
+        if why := why_another(identity, given):
+            raise ConfigError(f"what it holds cannot be gone on with: {why}; restore model and [lora] of this run")
+        return read_tensors(folder, self.weights())
 
     def _refuse_other_cast(self, saved: Mapping[str, Tensor], folder: Path) -> None:
         weights = self.weights()

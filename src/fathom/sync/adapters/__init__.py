@@ -1,0 +1,1 @@
+"""Adapters between trainer and engines: which base each is for."""
