@@ -14,12 +14,18 @@ from fathom import Run
 from fathom.apps.cli.trace import trace
 from fathom.config.load import load_config
 from fathom.core.errors import ConfigError
+from fathom.core.ids import TrajectoryId
 from fathom.core.records.trajectory import Ungraded
+from fathom.evidence.atif.export import documents_of
+from fathom.evidence.atif.words import Words
 from fathom.evidence.report.summary import summarise
+from fathom.evidence.runs import tokenizer_of
 from fathom.evidence.trace import trace_trajectory
 from fathom.ledger.events import TrajectoryEnded
 from fathom.ledger.reader import LedgerReader
 from fathom.model.tiny import make_tiny
+from fathom.text.atif.document import decode, encode
+from fathom.text.atif.rows import demonstrations_of
 from fathom.text.characters import save_character_tokenizer
 
 CONFIG = """
@@ -86,6 +92,18 @@ def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
         run_of(tmp_path, None)
 
 
+def require_exported(reader: LedgerReader, name: TrajectoryId, words: Words) -> None:
+    """Its ATIF documents train what the run trains, of what the agent said and was told."""
+    stored = reader.trajectory(name)
+    for branch, document in zip(stored.trajectory.payload.branches, documents_of(stored, "talks", words), strict=True):
+        document = decode(encode(document), name)
+        assert document.steps[0].message.startswith("<bos>user: hello")
+        if branch.loss_mask.any():
+            (row,) = demonstrations_of(document, name)
+            assert row.token_ids.tolist() == branch.token_ids.tolist()
+            assert row.loss_mask.tolist() == branch.loss_mask.tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("engine", ["scripted", "embedded"])
@@ -104,6 +122,8 @@ def test_it_trains_and_evaluates(tmp_path: Path, model: Path, engine: str, stale
         summary = summarise(reader)
         ended = [entry.event for entry in reader.events(TrajectoryEnded)]
         traced = trace_trajectory(reader, ended[0].trajectory)
+        for end in ended:
+            require_exported(reader, end.trajectory, Words(tokenizer_of(result.folder)))
     assert summary.turns is not None
     assert summary.turns.turns.mean > 1
     assert 0 <= summary.turns.hit_rate.measured <= 1

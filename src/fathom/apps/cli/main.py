@@ -20,6 +20,7 @@ from fathom.apps.cli.tasks.group import tasks
 from fathom.apps.cli.templates.check import template
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
+from fathom.apps.cli.trajectories.group import trajectories
 from fathom.apps.cli.weights.group import weights
 from fathom.core.errors import ConfigError, FathomError
 
@@ -33,6 +34,7 @@ GROUPS: dict[str, typer.Typer] = {
     "template": template,
     "weights": weights,
     "tasks": tasks,
+    "trajectories": trajectories,
     "bench": bench,
 }
 """Commands with sub-commands of their own."""

@@ -1,0 +1,1 @@
+"""Trajectories of a run, in formats that others read."""

@@ -1,0 +1,1 @@
+"""ATIF: the interchange format of agents' trajectories."""
