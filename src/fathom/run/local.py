@@ -5,13 +5,10 @@ Importing this loads torch; whoever plays and grades must have been started befo
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from fathom.buffer.books import Books
 from fathom.buffer.clock import Clock
@@ -26,7 +23,6 @@ from fathom.core.records.demonstration import Demonstration
 from fathom.envs.agents.processes import AgentProcesses
 from fathom.ledger.events import RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
-from fathom.model.tiny import make_tiny
 from fathom.rollout.agent_episode import AgentEpisodeRunner
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.registry import LAUNCHERS, Launcher
@@ -46,12 +42,12 @@ from fathom.run.rollouts.agents import agent_runner
 from fathom.run.rollouts.demonstrating import played_demonstrations
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.rollouts.players import Players
+from fathom.run.starting_weights import require_devices, starting_weights
 from fathom.run.stop import Stop
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
 from fathom.run.weights.keeping import open_transport
-from fathom.text.tiny_tokenizers import TINY_TOKENIZERS
 from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
@@ -77,7 +73,7 @@ async def drive(
     config = resolved.config
     checkpoints = Checkpoints(folder.checkpoints, LoopState, keep=config.checkpoint.keep, fsync=config.ledger.fsync)
     newest = checkpoints.newest()
-    _require_device(config)
+    require_devices({"trainer.device": config.trainer.device, "engine.device": config.engine.device})
     state = newest[0] if newest else None
     recorder = open_history(
         config,
@@ -113,7 +109,7 @@ async def _run(
     launcher: Launcher | None,
 ) -> str:
     config = resolved.config
-    model_folder = _model_folder(resolved, folder)
+    model_folder = starting_weights(resolved.model, config.model.tiny, config.seed, folder)
     learner = await Learner.start(partial(_load_trainer, config, model_folder), stop)
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
@@ -240,35 +236,6 @@ async def _demonstrations(
 def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:
     backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
     return Trainer(backend, config.trainer, config.objective, config.staleness), backend
-
-
-def _model_folder(resolved: Resolved, folder: RunFolder) -> Path:
-    """The folder to start from; a tiny model is made from the seed. The tokenizer is kept with the run in any case."""
-    source = resolved.model.folder or _made_tiny(resolved.config, folder)
-    folder.keep_tokenizer(source)
-    return source
-
-
-def _made_tiny(config: RunConfig, folder: RunFolder) -> Path:
-    if not folder.model.is_dir():
-        unfinished = folder.model.with_name(".unfinished-model")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        assert config.model.tiny is not None, "a model without a folder is a tiny one"
-        TINY_TOKENIZERS[config.model.tiny](unfinished)
-        make_tiny(config.model.tiny, config.seed, unfinished)
-        unfinished.rename(folder.model)
-    return folder.model
-
-
-def _require_device(config: RunConfig) -> None:
-    for option, device in (("trainer.device", config.trainer.device), ("engine.device", config.engine.device)):
-        index = int(device.partition(":")[2] or 0)
-        if device != "cpu" and index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"{option} = {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices that torch can "
-                "use; set 'cpu', or install a torch build for the GPU"
-            )
 
 
 def _fleet(
