@@ -71,7 +71,16 @@ class World:
         router = Router(lambda: [engine], lambda *_: None, wait_s=5.0)
         self.groups += 1
         plans = [self.plan(member, fault) for member, fault in enumerate(faults)]
-        async with agent_runner(CONFIG, self.text, self.processes, router, self.identity) as runner:
+        async with agent_runner(
+            CONFIG,
+            self.text,
+            self.processes,
+            router.generate,
+            router.forget,
+            self.identity,
+            record_routes=False,
+            incarnation=1,
+        ) as runner:
             return list(await asyncio.gather(*map(runner.run, plans)))
 
     def plan(self, member: int, fault: str) -> EpisodePlan:

@@ -66,6 +66,27 @@ def test_keys_are_of_one_session_and_not_to_be_guessed():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("of the one before", Refusal.ENDED, r"incarnation 2 of the run, which has ended \(this is 3\)"),
+        ("fathom-1-abc", Refusal.ENDED, "belongs to incarnation 1"),
+        ("fathom-3-abc", Refusal.UNKNOWN_KEY, "names no session"),
+        ("fathom-4-abc", Refusal.UNKNOWN_KEY, "names no session"),
+        ("fathom-²-abc", Refusal.UNKNOWN_KEY, "names no session"),
+        ("fathom-1-", Refusal.UNKNOWN_KEY, "names no session"),
+        ("fathom-99999999999999999999-abc", Refusal.UNKNOWN_KEY, "names no session"),
+    ],
+)
+def test_keys_of_earlier_incarnations_are_told_from_unknown_ones(key, kind, words):
+    before, now = registry(Answers(), incarnation=2), registry(Answers(), incarnation=3)
+    given = before.open(plan("s0")) if key == "of the one before" else key
+    now.open(plan("s0"))
+    with pytest.raises(CallRefusedError, match=words) as refused:
+        now.get(given)
+    assert refused.value.kind is kind
+
+
 def test_idle_sessions_are_aborted_and_their_records_wait_to_be_taken():
     async def scenario():
         clock, gate = Clock(), asyncio.Event()

@@ -121,7 +121,7 @@ async def _run(
                 await _begin(resolved, players, learner, recorder)
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
-        async with _runner(resolved, players, fleet) as runner:
+        async with _runner(resolved, players, fleet, recorder.incarnation) as runner:
             pipeline = Pipeline(
                 Parts(
                     config=config,
@@ -149,10 +149,10 @@ async def _run(
 
 
 @asynccontextmanager
-async def _runner(resolved: Resolved, players: Players, fleet: Fleet) -> AsyncGenerator[Runner]:
+async def _runner(resolved: Resolved, players: Players, fleet: Fleet, incarnation: int) -> AsyncGenerator[Runner]:
     """Plays episodes of the task's kind; together, where members of a group are compared."""
     config = resolved.config
-    async with _episodes(resolved, players, fleet) as episodes:
+    async with _episodes(resolved, players, fleet, incarnation) as episodes:
         if not isinstance(resolved.environment, ComparingEnvironment):
             yield episodes
             return
@@ -166,7 +166,7 @@ async def _runner(resolved: Resolved, players: Players, fleet: Fleet) -> AsyncGe
 
 @asynccontextmanager
 async def _episodes(
-    resolved: Resolved, players: Players, fleet: Fleet
+    resolved: Resolved, players: Players, fleet: Fleet, incarnation: int
 ) -> AsyncGenerator[EpisodeRunner | AgentEpisodeRunner]:
     config, identity = resolved.config, resolved.renderer.identity
     if isinstance(players, AgentProcesses):
@@ -180,6 +180,7 @@ async def _episodes(
             router.forget,
             identity,
             record_routes=config.rollout.record_routes,
+            incarnation=incarnation,
         ) as runner:
             yield runner
         return
@@ -218,9 +219,7 @@ async def _go_on(
         recorder.record(*buffer.restore(state.buffer, lambda name: reader.trajectory(name).trajectory))
 
 
-async def _demonstrations(
-    resolved: Resolved, players: Players, count: int, recorder: Recorder
-) -> list[Demonstration]:
+async def _demonstrations(resolved: Resolved, players: Players, count: int, recorder: Recorder) -> list[Demonstration]:
     environment = resolved.environment
     if isinstance(players, AgentProcesses):
         return await played_demonstrations(resolved, players, count, recorder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from fathom.rollout.session.plan import Closed, SessionPlan
 from fathom.rollout.session.session import Generate, Session
 
 _KEY_BYTES = 24
+_KEY = re.compile(r"fathom-([0-9]{1,9})-[\w-]+", re.ASCII)
+"""With the incarnation of the run that gave it."""
 _ENDED_KEPT = 10_000
 """Keys of closed sessions that are told from unknown ones."""
 
@@ -30,6 +33,7 @@ class Sessions:
         *,
         max_tokens: int,
         idle_s: float,
+        incarnation: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is open yet.
@@ -41,6 +45,7 @@ class Sessions:
             max_tokens: tokens kept in all sessions together, beyond which none is opened. Those that are open may grow
                 to what their plans allow.
             idle_s: seconds without a turn after which `expire` closes a session.
+            incarnation: of the run that they belong to. Keys of earlier ones are told from unknown ones.
             clock: gives seconds.
         """
         self.meter = Meter(clock)
@@ -49,6 +54,7 @@ class Sessions:
         self._reads = reads
         self._max_tokens = max_tokens
         self._idle_s = idle_s
+        self._incarnation = incarnation
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
@@ -75,7 +81,7 @@ class Sessions:
             )
         if any(session.plan.name == plan.name for session in self._open.values()):
             raise ValueError(f"a session named {plan.name} is open; close it before its name is used again")
-        key = f"fathom-{secrets.token_urlsafe(_KEY_BYTES)}"
+        key = f"fathom-{self._incarnation}-{secrets.token_urlsafe(_KEY_BYTES)}"
         self._open[key] = Session(plan, self._generate, self._renderer, self._reads, self.meter, self._clock)
         return key
 
@@ -83,13 +89,20 @@ class Sessions:
         """The session of a key.
 
         Raises:
-            CallRefusedError: it was closed, or there never was one.
+            CallRefusedError: it was closed, ended with an earlier incarnation, or there never was one.
         """
         session = self._open.get(key)
         if session is not None:
             return session
         if key in self._ended:
             raise CallRefusedError(Refusal.ENDED, "the session of this API key has ended; nothing is sampled for it")
+        given_by = _KEY.fullmatch(key)
+        if given_by is not None and int(given_by[1]) < self._incarnation:
+            raise CallRefusedError(
+                Refusal.ENDED,
+                f"the session of this API key belongs to incarnation {int(given_by[1])} of the run, which has ended "
+                f"(this is {self._incarnation}): its task is run again under another key; end this episode",
+            )
         raise CallRefusedError(
             Refusal.UNKNOWN_KEY, "this API key names no session; use the key that the episode was given as its API key"
         )

@@ -29,8 +29,11 @@ async def agent_runner(
     identity: TokenizerIdentity,
     *,
     record_routes: bool,
+    incarnation: int,
 ) -> AsyncGenerator[AgentEpisodeRunner]:
-    """Serve sessions that `generate` answers, as long as it is open; `forget` is told of each that has ended.
+    """Serve sessions of a run's incarnation that `generate` answers, as long as it is open.
+
+    `forget` is told of each session that has ended.
 
     Raises ConfigError when the port cannot be used.
     """
@@ -41,6 +44,7 @@ async def agent_runner(
         text.readers,
         max_tokens=agent.max_kept_tokens,
         idle_s=_longest_s(config.task.limits or LimitsConfig()),
+        incarnation=incarnation,
     )
     server = SessionServer(
         sessions,

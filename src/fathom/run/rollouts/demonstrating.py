@@ -47,7 +47,14 @@ async def played_demonstrations(
     model = ScriptedModel()
     config, identity = resolved.config, resolved.renderer.identity
     async with agent_runner(
-        config, text, processes, model.generate, lambda _: None, identity, record_routes=False
+        config,
+        text,
+        processes,
+        model.generate,
+        lambda _: None,
+        identity,
+        record_routes=False,
+        incarnation=recorder.incarnation,
     ) as runner:
         shows = _Shows(environment, runner, model, text, config.rollout.max_new_tokens, recorder)
         return await shows.all([prompted.task for prompted in resolved.train[:count]])
