@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RDMA_LIBRARIES := libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200
-EXTRAS := dev,reasoning-gym,parquet,gguf,adam8bit,plot,tensorboard
+EXTRAS := dev,reasoning-gym,parquet,gymnasium,mcp,gguf,adam8bit,plot,tensorboard
 
 # Two small processes share the machine: more threads than cores would only wait for each other.
 export OMP_NUM_THREADS ?= 1

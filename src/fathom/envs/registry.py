@@ -17,6 +17,7 @@ from fathom.core.ports.agent import AgentEnvironment
 from fathom.core.ports.environment import ComparingEnvironment, Environment, Task
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 from fathom.envs.harbor.environment import HarborEnvironment, HarborOptions
+from fathom.envs.mcp.environment import McpEnvironment, McpOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from fathom.envs.rows import Rows, RowsOptions
 
@@ -28,6 +29,7 @@ BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., AnyEnvironment]]] = {
     "reasoning_gym": (ReasoningGymOptions, ReasoningGym),
     "rows": (RowsOptions, Rows),
     "harbor": (HarborOptions, HarborEnvironment),
+    "mcp": (McpOptions, McpEnvironment),
 }
 """Kind to (model of its options, class that takes them)."""
 
