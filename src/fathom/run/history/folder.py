@@ -34,6 +34,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.model = path / "model"
         self.tokenizer = path / "tokenizer"
+        self.trained = path / "trained"
         self._lock: int | None = None
 
     @classmethod
