@@ -28,6 +28,8 @@ class TuningPrepared(msgspec.Struct, frozen=True, tag="tuning_prepared.1"):
     """Training samples left out because they are held out too."""
     steps: int
     """Steps that the run will take."""
+    digest: str
+    """BLAKE3 (hex) of the samples to train on and of what decides their order."""
 
 
 class SupervisedStepped(msgspec.Struct, frozen=True, tag="supervised_stepped.1"):

@@ -1,0 +1,1 @@
+"""Commands of runs that tune on rows of files."""

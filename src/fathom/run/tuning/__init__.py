@@ -1,0 +1,1 @@
+"""Runs that tune on rows of files: `fathom sft` and `fathom dpo`."""
