@@ -10,10 +10,12 @@ from rich.console import Console
 
 from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, RunName, RunsDir
 from fathom.apps.cli.progress import Progress
+from fathom.apps.cli.tuning.commands import start_tuning
 from fathom.apps.recipes import recipe
 from fathom.evidence.runs import find_run
 from fathom.run.resolve import describe
 from fathom.run.run import Run
+from fathom.run.tuning.run import TuningRun, kind_of
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="options to change")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved config and what it will do; start nothing")]
@@ -30,7 +32,11 @@ def train(
 
 def resume(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR) -> None:
     """Go on with a run from its newest checkpoint, as the config.json in its folder says."""
-    _start(Run.resume(find_run(run, runs_dir)), dry_run=False)
+    folder = find_run(run, runs_dir)
+    if kind_of(folder):
+        start_tuning(TuningRun.resume(folder), dry_run=False)
+    else:
+        _start(Run.resume(folder), dry_run=False)
 
 
 def demo(overrides: Overrides = None, dry_run: DryRun = False) -> None:
