@@ -6,6 +6,7 @@ import msgspec
 
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
 from fathom.core.records.states import AttemptState, Fate
+from fathom.core.records.scores import DistillationMetrics
 from fathom.core.records.step import Mismatch, MismatchSlice, RouteMetrics, RowOutcome, StepMetrics
 from fathom.ledger.tuning_events import TuningEvent
 
@@ -150,6 +151,8 @@ class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
     routes: RouteMetrics | None = None
     """Expert routes. None: no row trained has any."""
 
+    distillation: DistillationMetrics | None = None
+    """What was learned from teachers. None: there are none."""
 
 class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):
     """The rows of one step, as they lie in the container beside its `StepTaken`."""
@@ -289,6 +292,9 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated.1"):
 class DemonstrationsPlayed(msgspec.Struct, frozen=True, tag="demonstrations_played.1"):
     """Agents have played scripts for the warm start, so far."""
 
+    tokens_per_task: tuple[float, ...] = ()
+    """Mean sampled tokens of an answer per task, in task order, over its graded samples; NaN where nothing was graded.
+    Empty: its ledger is older than this field."""
     played: int
     """Episodes that were played to their end, with a reward."""
     of: int

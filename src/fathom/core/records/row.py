@@ -9,6 +9,7 @@ import numpy as np
 from fathom.core.ids import GroupId, TrajectoryId
 from fathom.core.records.bias import TokenBias
 from fathom.core.records.sampling import SamplingParams
+from fathom.core.records.scores import TeacherScores
 from fathom.core.records.trajectory import KeptSets, TokenBranch, Trajectory
 
 
@@ -42,6 +43,8 @@ class Row:
     """uint8 or uint16 [T-1, L, E] expert ids of the tokens as inputs. None: not recorded."""
     mixed_routes: np.ndarray | None
     """bool [N]: routes before the token were recorded under an older version than its own. None: no routes."""
+    teacher: TeacherScores | None = None
+    """What a teacher says of the N tokens. None: none was asked, or none answered."""
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
@@ -88,6 +91,7 @@ def _row(trajectory: Trajectory, index: int, branch: TokenBranch) -> Row:
         bias=TokenBias.of([each.logit_bias for each in sampling]),
         routes=branch.routes,
         mixed_routes=branch.mixed_routes[among_sampled] if branch.routes is not None else None,
+        teacher=branch.teacher,
     )
 
 

@@ -91,6 +91,22 @@ class ComparedIds(msgspec.Struct, frozen=True, tag="compared_ids.1"):
             raise RecordError("a teacher's log-probabilities must be finite and at most 0")
 
 
+class DistillationMetrics(msgspec.Struct, frozen=True, tag="distillation_metrics.1"):
+    """What a step learned from teachers."""
+
+    tokens: int
+    """Tokens in the gradient, all of them with a teacher's scores; the mean is only meaningful when > 0."""
+    reverse_kl: float
+    """Mean over these of log student - log teacher at the sampled token, the student being the trainer before the first
+    step on the batch: an estimate of KL(student || teacher), which can be negative."""
+    compared: float | None
+    """Mean over these of the sum over the compared ids. None: only sampled tokens are compared."""
+    scored_share: float
+    """Share of the tokens with loss of the step's rows that a teacher has scored. Rows without are not trained."""
+    seconds: float
+    """Seconds that teachers took for the step's rows, all questions added up; they overlap."""
+
+
 class TeacherScores(msgspec.Struct, frozen=True, tag="teacher_scores.1"):
     """What a teacher says of the N tokens with loss of a branch, under the distribution they were sampled from: the
     same temperature, bias and kept set, the teacher's logits."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from fathom.core.ids import GroupId, TrajectoryId
 from fathom.core.records.row import Row
+from fathom.core.records.scores import DistillationMetrics
 
 
 class MaskReason(StrEnum):
@@ -31,6 +32,8 @@ class MaskReason(StrEnum):
     """It was sampled without loss (an abandoned branch, or the environment's choice) in a trained trajectory."""
     ROUTES = "routes"
     """Its row had no complete expert routes, and they were to be replayed."""
+    NO_TEACHER = "no_teacher"
+    """Its row had no scores of a teacher at its own temperatures, and it was to be distilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,3 +201,5 @@ class StepOutcome(msgspec.Struct, frozen=True, tag="step_outcome.1"):
     """Expert routes. None: no row trained has any."""
     rows: tuple[RowOutcome, ...]
     """Every row, in batch order."""
+    distillation: DistillationMetrics | None = None
+    """What was learned from teachers. None: there are none."""

@@ -15,6 +15,7 @@ import numpy as np
 from fathom.core.errors import RecordError
 from fathom.core.ids import EngineId, GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
 from fathom.core.records.sampling import FinishReason, SamplingParams
+from fathom.core.records.scores import TeacherScores
 
 
 class TrajectoryStatus(StrEnum):
@@ -148,6 +149,8 @@ class TokenBranch(msgspec.Struct, frozen=True, tag="branch.1"):
     """float32 [S]: log-probability at temperature 1 over the full vocabulary. None: not asked for."""
     routes: np.ndarray | None = None
     """uint8 or uint16 [T-1, L, E]: experts of token i as an input. None: not asked for, or a dense model."""
+    teacher: TeacherScores | None = None
+    """What a teacher says of the tokens with loss. None: none was asked, or none answered."""
 
     def __post_init__(self) -> None:
         _check_branch(self)
@@ -323,6 +326,8 @@ def _check_branch(branch: TokenBranch) -> None:
         raise RecordError("kv_version is newer than the version of the token that read it")
     _check_turns(branch)
     _check_kept(branch, sampled)
+    if branch.teacher is not None and len(branch.teacher.logprobs) != (trained := int(branch.loss_mask.sum())):
+        raise RecordError(f"a teacher scored {len(branch.teacher.logprobs)} of {trained} tokens with loss")
     if branch.routes is not None and (branch.routes.ndim != 3 or len(branch.routes) != total - 1):
         raise RecordError(f"routes cover {branch.routes.shape} of {total - 1} positions: coverage must be complete")
 

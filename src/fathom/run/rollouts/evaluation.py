@@ -121,7 +121,13 @@ class Evaluator:
             ungraded=sum(len(task) for task in by_task) - len(flat),
             per_task=tuple(sum(task) / len(task) if task else math.nan for task in rewards),
             seconds=seconds,
+            tokens_per_task=tuple(_mean_tokens(task) for task in by_task),
         )
+
+
+def _mean_tokens(task: Sequence[Trajectory]) -> float:
+    counts = [ended.payload.num_sampled for ended in task if isinstance(ended.header.reward, Graded)]
+    return sum(counts) / len(counts) if counts else math.nan
 
 
 def pass_at_k(passed: Sequence[bool], k: int) -> float:
