@@ -14,7 +14,7 @@ from fathom.core.records.trajectory import KeptSets
 from fathom.model import logprobs
 from fathom.model.distribution.kept_sets import kept_sets
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs, token_logprobs
+from fathom.model.logprobs import head_logprobs, head_outputs, token_entropies, token_logprobs
 
 torch.set_num_threads(1)
 
@@ -158,3 +158,56 @@ def test_log_probabilities_are_exact_in_large_vocabularies():
     got = token_logprobs(logits, torch.tensor([0, 5]), ones(2), None)
     expected = torch.log_softmax(logits.double(), dim=1)[torch.arange(2), torch.tensor([0, 5])]
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_the_entropy_and_its_gradient_are_those_of_the_worked_example():
+    """`algorithms.md` D.8: z = (2, 1, 0, -1) has H = .947537, and dH/dz = -p (log p + H)."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], requires_grad=True)
+    found = token_entropies(logits, ones(1), None)
+    assert found.item() == pytest.approx(0.947537, abs=1e-6)
+    found.sum().backward()
+    logp = torch.log_softmax(logits.detach(), dim=1)
+    torch.testing.assert_close(logits.grad, -logp.exp() * (logp + found.detach()), atol=1e-6, rtol=0)
+
+
+def test_entropies_are_of_the_distribution_that_was_sampled_from():
+    temperature = torch.tensor([0.5, 1.0, 2.0])
+    bias = TokenBias(biases=(LogitBias(ids=(3,), values=(2.0,)),), which=np.array([-1, 0, -1], np.int32))
+    kept = kept_of([], [], [5, 9, 11])
+    logits = random_logits(3).requires_grad_()
+    found = token_entropies(logits, temperature, kept, bias)
+    found.sum().backward()
+
+    plain = logits.detach().clone().requires_grad_()
+    shifted = plain + torch.zeros_like(plain).index_put((torch.tensor([1]), torch.tensor([3])), torch.tensor([2.0]))
+    rows = [shifted[0] / 0.5, shifted[1], shifted[2, [5, 9, 11]] / 2.0]
+    expected = torch.stack([torch.distributions.Categorical(logits=row).entropy() for row in rows])
+    expected.sum().backward()
+    torch.testing.assert_close(found.detach(), expected.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits.grad, plain.grad, atol=1e-5, rtol=0)
+
+
+def test_the_entropy_of_a_certain_token_is_zero_and_has_no_gradient():
+    logits = torch.tensor([[1000.0, -1000.0, 0.0]], requires_grad=True)
+    found = token_entropies(logits, ones(1), None)
+    found.sum().backward()
+    assert found.item() == 0.0
+    assert logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * VOCAB * 3, 2**30])
+def test_entropies_by_blocks_are_those_of_all_at_once(block_bytes):
+    model = LanguageModel(random_model("llama"))
+    width = model.hidden_size
+    hidden = torch.randn(8, width, generator=torch.Generator().manual_seed(1))
+    tokens, temperature = torch.arange(8), torch.linspace(0.5, 2.0, 8)
+    gradients = []
+    for size in (block_bytes, 2**30):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropies = head_outputs(model, leaf, tokens, temperature, None, block_bytes=size)
+        (logprobs.sum() + 2 * entropies.sum()).backward()
+        gradients.append(leaf.grad)
+        torch.testing.assert_close(entropies, token_entropies(model.logits(leaf), temperature, None))
+        torch.testing.assert_close(logprobs, head_logprobs(model, leaf, tokens, temperature, None))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert head_outputs(model, hidden[:0], tokens[:0], temperature[:0], None)[1].shape == (0,)

@@ -237,6 +237,27 @@ def test_logprobs_cover_the_vocabulary(folder):
     assert total == pytest.approx(1.0, abs=1e-5)
 
 
+def test_entropies_come_when_asked_and_have_a_gradient(folder):
+    backend, packed = _backend(folder), PackedRows.of_rows(_rows())
+    seen = []
+
+    def loss_of(outputs):
+        seen.append(outputs)
+        return (outputs.logprobs if outputs.entropy is None else outputs.entropy).sum(), None
+
+    backend.accumulate(packed, loss_of)
+    backend.discard()
+    backend.accumulate(packed, loss_of, entropy=True)
+    norm = backend.update().grad_norm
+    plain, asked = seen
+    assert plain.entropy is None
+    assert torch.equal(plain.logprobs, asked.logprobs)
+    assert bool((asked.entropy >= 0).all())
+    assert float(asked.entropy.max()) <= np.log(VOCAB) + 1e-5
+    assert float(asked.entropy[3:7].max()) <= np.log(7) + 1e-5  # row 1 was drawn from kept sets
+    assert norm > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", Dtype)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fathom.core.errors import RecordError
 from fathom.core.records.bias import TokenBias
 from fathom.core.records.trajectory import KeptSets
-from fathom.model.distribution.blockwise import BLOCK, chosen_logprobs
+from fathom.model.distribution.blockwise import BLOCK, chosen_logprobs, entropies
 from fathom.model.language_model import LanguageModel
 
 BLOCK_BYTES = 64 * 2**20
@@ -50,7 +50,33 @@ def token_logprobs(
     Raises:
         RecordError: a token is not in its own kept set, so it cannot have been sampled from it.
     """
-    scaled = scaled_logits(logits, temperature, bias)
+    return _chosen(scaled_logits(logits, temperature, bias), token_ids, kept)
+
+
+def token_entropies(
+    logits: Tensor, temperature: Tensor, kept: KeptSets | None, bias: TokenBias | None = None
+) -> Tensor:
+    """Entropies -sum p log p of the distributions that tokens were sampled from. Differentiable.
+
+    Arguments as of `token_logprobs`; `algorithms.md` D.8.
+
+    Returns:
+        float32 [N], finite for finite logits, at least 0.
+    """
+    return _entropies(scaled_logits(logits, temperature, bias), kept)
+
+
+def _entropies(scaled: Tensor, kept: KeptSets | None) -> Tensor:
+    if kept is None:
+        return entropies(scaled)
+    found = scaled.new_empty(len(scaled))
+    for choice in choices(scaled, kept):
+        rows = torch.from_numpy(choice.rows).to(scaled.device)
+        found = found.index_copy(0, rows, entropies(choice.values))
+    return found
+
+
+def _chosen(scaled: Tensor, token_ids: Tensor, kept: KeptSets | None) -> Tensor:
     if kept is None:
         return chosen_logprobs(scaled, token_ids)
     found = scaled.new_empty(len(token_ids))
@@ -75,17 +101,51 @@ def head_logprobs(
     Blocks of rows are computed one by one. When there are many of them and a gradient is needed, their logits are not
     kept but computed again in the backward.
     """
+    logprobs, _ = _by_blocks(model, hidden, token_ids, temperature, kept, bias, block_bytes, with_entropies=False)
+    return logprobs
+
+
+def head_outputs(
+    model: LanguageModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor,
+    kept: KeptSets | None,
+    bias: TokenBias | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` and `token_entropies` of hidden states [N, H], by blocks as in `head_logprobs`."""
+    logprobs, found = _by_blocks(model, hidden, token_ids, temperature, kept, bias, block_bytes, with_entropies=True)
+    assert found is not None, "they were asked for"
+    return logprobs, found
+
+
+def _by_blocks(
+    model: LanguageModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor,
+    kept: KeptSets | None,
+    bias: TokenBias | None,
+    block_bytes: int,
+    *,
+    with_entropies: bool,
+) -> tuple[Tensor, Tensor | None]:
     rows = max(1, block_bytes // (4 * model.shape.vocab_size))
     recompute = torch.is_grad_enabled() and len(hidden) > _KEPT_BLOCKS * rows
-    parts: list[Tensor] = []
+    head = _head_with_entropies if with_entropies else _head_block
+    parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(hidden), rows):
         block = slice(start, start + rows)
         places = np.arange(len(hidden))[block]
         kept_block = kept.select(places) if kept is not None else None
         bias_block = bias.select(places) if bias is not None else None
         arguments = (model, hidden[block], token_ids[block], temperature[block], kept_block, bias_block)
-        parts.append(checkpoint(_head_block, *arguments, use_reentrant=False) if recompute else _head_block(*arguments))
-    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+        parts.append(checkpoint(head, *arguments, use_reentrant=False) if recompute else head(*arguments))
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    if not columns:
+        columns = [hidden.new_zeros(0, dtype=torch.float32)] * (2 if with_entropies else 1)
+    return columns[0], columns[1] if with_entropies else None
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor, bias: TokenBias | None) -> Tensor:
@@ -168,5 +228,17 @@ def _head_block(
     temperature: Tensor,
     kept: KeptSets | None,
     bias: TokenBias | None,
-) -> Tensor:
-    return token_logprobs(model.logits(hidden), token_ids, temperature, kept, bias)
+) -> tuple[Tensor]:
+    return (token_logprobs(model.logits(hidden), token_ids, temperature, kept, bias),)
+
+
+def _head_with_entropies(
+    model: LanguageModel,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor,
+    kept: KeptSets | None,
+    bias: TokenBias | None,
+) -> tuple[Tensor, Tensor]:
+    scaled = scaled_logits(model.logits(hidden), temperature, bias)
+    return _chosen(scaled, token_ids, kept), _entropies(scaled, kept)

@@ -80,6 +80,31 @@ def chosen_logprobs(values: Tensor, places: Tensor) -> Tensor:
     return cast("Tensor", _ChosenLogprobs.apply(values, places))
 
 
+def entropies(values: Tensor) -> Tensor:
+    """float32 [R]: -sum p log p of the softmax of float32 [R, W] `values`; -inf means absent. Differentiable."""
+    return cast("Tensor", _Entropies.apply(values))
+
+
+class _Entropies(torch.autograd.Function):
+    """dH/dvalue = -p (log p + H). A value that is absent, or whose probability rounds to 0, has no part in it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        blockwise = Blockwise.of(values)
+        logprobs = (values - blockwise.tops.unsqueeze(1)) - blockwise.normaliser.unsqueeze(1)
+        shares = logprobs.exp()
+        logprobs = logprobs.masked_fill(shares == 0, 0.0)
+        found = -(shares * logprobs).sum(dim=1).clamp(max=0.0)
+        ctx.save_for_backward(shares, logprobs, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        shares, logprobs, found = ctx.saved_tensors
+        return -gradient.unsqueeze(1) * shares * (logprobs + found.unsqueeze(1))
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """The backward reuses the probabilities of the forward: no exponential of a vocabulary is taken twice."""
 

@@ -29,9 +29,10 @@ class ReferencePolicy:
         self._config = config
         self.weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         """The cast weights."""
-        averaged = config.kind is ReferenceKind.EMA and masters is not None
-        self.averages = {name: tensor.detach().clone() for name, tensor in masters.items()} if averaged else None
+        self.averages: dict[str, Tensor] | None = None
         """float32 averages of the masters, whose cast the weights are. None: nothing finer than the weights is kept."""
+        if config.kind is ReferenceKind.EMA and masters is not None:
+            self.averages = {name: tensor.detach().clone() for name, tensor in masters.items()}
         self._digest: str | None = None
 
     @property

@@ -45,7 +45,7 @@ class TorchBackend:
     ) -> None:
         """Load a Hugging Face folder in `config.dtype` on `config.device`, and begin the RL phase.
 
-        Sets the process's number of torch threads. `adapter`: train that alone, beside frozen weights; None: train them.
+        Sets the process's number of torch threads. `adapter`: train that alone; None: the whole model.
 
         Raises ConfigError when the model cannot be loaded, or cannot be `aligned` here; see also `adopt`.
         """
