@@ -83,6 +83,11 @@ class UngradedError(FathomError):
         return f"{self.cause}: {self.detail}"
 
 
+class CutShortError(FathomError):
+    """Raised by an agent that a limit of its own or of its world has stopped: graded, and the trajectory is truncated,
+    as when its time is over."""
+
+
 class GraderDeadError(FathomError):
     """The process that keeps the graders has ended. The run cannot go on; resuming loses nothing."""
 

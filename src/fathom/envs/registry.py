@@ -16,6 +16,7 @@ from fathom.core.errors import ConfigError, DataError, FathomError
 from fathom.core.ports.agent import AgentEnvironment
 from fathom.core.ports.environment import ComparingEnvironment, Environment, Task
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
+from fathom.envs.gymnasium.environment import GymnasiumEnvironment, GymnasiumOptions
 from fathom.envs.harbor.environment import HarborEnvironment, HarborOptions
 from fathom.envs.mcp.environment import McpEnvironment, McpOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
@@ -24,11 +25,19 @@ from fathom.envs.rows import Rows, RowsOptions
 AnyEnvironment = Environment | AgentEnvironment
 """Single-turn, or one in which an agent acts."""
 
+
+def _gymnasium(options: GymnasiumOptions) -> GymnasiumEnvironment:
+    """`env` may name a class, as `task.kind` may."""
+    make = _find_class(options.env, "task.options.env") if ":" in options.env else None
+    return GymnasiumEnvironment(options, make)
+
+
 BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., AnyEnvironment]]] = {
     "arithmetic": (ArithmeticOptions, Arithmetic),
     "reasoning_gym": (ReasoningGymOptions, ReasoningGym),
     "rows": (RowsOptions, Rows),
     "harbor": (HarborOptions, HarborEnvironment),
+    "gymnasium": (GymnasiumOptions, _gymnasium),
     "mcp": (McpOptions, McpEnvironment),
 }
 """Kind to (model of its options, class that takes them)."""
@@ -94,7 +103,7 @@ def require_environment(candidate: object, origin: str) -> AnyEnvironment:
 
 
 def _build_own(kind: str, options: Mapping[str, JsonValue]) -> object:
-    make = _find_class(kind)
+    make = _find_class(kind, "task.kind")
     model = inspect.getattr_static(make, "Options", None)
     if model is None and options:
         raise ConfigError(f"task {kind} takes no options (it declares no `Options`); remove {', '.join(options)}")
@@ -109,7 +118,7 @@ def _build_own(kind: str, options: Mapping[str, JsonValue]) -> object:
         raise ConfigError(f"task {kind} could not be made: {type(error).__name__}: {error}") from error
 
 
-def _find_class(kind: str) -> type:
+def _find_class(kind: str, option: str) -> type:
     module_name, _, class_name = kind.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -117,15 +126,15 @@ def _find_class(kind: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"task.kind {kind!r}: {error}; looked in {here} and the installed packages") from error
+        raise ConfigError(f"{option} {kind!r}: {error}; looked in {here} and the installed packages") from error
     except Exception as error:  # importing user code may fail in any way
-        raise ConfigError(f"task.kind {kind!r}: its module fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{option} {kind!r}: its module fails: {type(error).__name__}: {error}") from error
     found = vars(module).get(class_name)
     if not inspect.isclass(found):
         classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
         near = difflib.get_close_matches(class_name, classes, n=1)
         raise ConfigError(
-            f"task.kind {kind!r}: {module_name} has no class {class_name!r}"
+            f"{option} {kind!r}: {module_name} has no class {class_name!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return found

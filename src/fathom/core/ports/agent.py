@@ -35,7 +35,7 @@ class Acting(StrEnum):
     ENDED = "ended"
     """It returned."""
     TIMEOUT = "timeout"
-    """Its time was over. What it left behind is graded all the same."""
+    """Its time was over, or it says that a limit stopped it (`CutShortError`). What it left is graded all the same."""
     FAILED = "failed"
     """It raised, or its program ended with an error. Graded all the same: the environment may tell why."""
 

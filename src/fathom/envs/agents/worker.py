@@ -12,7 +12,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, final
 
-from fathom.core.errors import UngradedError
+from fathom.core.errors import CutShortError, UngradedError
 from fathom.core.ports.agent import Acting, AgentEnvironment, AgentEpisode
 from fathom.core.wire import FrameReader, frame
 from fathom.envs.agents.phases import Act, Boot, Close, Compare, Given, Grade, Phase, PhaseEnded
@@ -100,7 +100,7 @@ def _late(phase: Phase) -> _LateError:
 
 def _ended_badly(error: BaseException) -> PhaseEnded:
     match error:
-        case _LateError():
+        case _LateError() | CutShortError():
             return PhaseEnded(how=Acting.TIMEOUT, detail=str(error), given=None)
         case UngradedError():
             return PhaseEnded(how=Acting.FAILED, detail=error.detail, given=None, cause=error.cause)
