@@ -1,27 +1,37 @@
-"""`fathom tasks`: task folders in Harbor's format."""
+"""`fathom tasks`: task folders in Harbor's format, and tasks as rows of files."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from fathom.core.errors import FathomError
+from fathom.config.load import apply_override
+from fathom.core.errors import ConfigError, FathomError
+from fathom.core.ports.environment import DemonstratedEnvironment
 from fathom.envs.harbor.admission import Admission, check_folders
 from fathom.envs.harbor.folder import task_folders
 from fathom.envs.harbor.generating import write_tasks
+from fathom.envs.registry import build_environment
+from fathom.envs.written_rows import write_rows
 
 Folders = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="task folders, or folders of task folders")]
 Seed = Annotated[int, typer.Option("--seed", help="which tasks are drawn")]
 Count = Annotated[int, typer.Option("--count", min=1, help="training tasks")]
 HeldOut = Annotated[int, typer.Option("--held-out", min=0, help="held-out tasks; they do not depend on --count")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="a new folder")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="a task family that can show good answers, e.g. arithmetic")]
+Options = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the family's options")]
+Rows = Annotated[Path, typer.Option("--out", metavar="DIR", help="the folder")]
+Pairs = Annotated[bool, typer.Option("--pairs", help="write a wrong answer beside each good one, for fathom dpo")]
+RowsSeed = Annotated[int, typer.Option("--seed", help="which wrong answers are drawn")]
+ROWS = Path("data")
 
-tasks = typer.Typer(no_args_is_help=True, help="Terminal tasks, as folders in Harbor's format.")
+tasks = typer.Typer(no_args_is_help=True, help="Tasks as files: folders in Harbor's format, rows to tune on.")
 
 
 @tasks.command()
@@ -43,6 +53,20 @@ def generate(seed: Seed, count: Count, out: Out, held_out: HeldOut = 20) -> None
     """Write small terminal tasks made from a seed: DIR/train and, with other tasks, DIR/eval."""
     write_tasks(out, seed, count, held_out)
     Console(soft_wrap=True).print(f"{count} tasks in {out / 'train'}, {held_out} in {out / 'eval'}", highlight=False)
+
+
+@tasks.command()
+def rows(kind: Kind, options: Options = None, out: Rows = ROWS, pairs: Pairs = False, seed: RowsSeed = 0) -> None:
+    """Write a task family with its good answers as rows, DIR/train.jsonl and DIR/eval.jsonl, to tune on."""
+    tree: dict[str, Any] = {}
+    for option in options or ():
+        apply_override(tree, option)
+    environment = build_environment(kind, tree)
+    if not isinstance(environment, DemonstratedEnvironment):
+        raise ConfigError(f"tasks of {kind!r} show no good answers, so there is nothing to write")
+    written = write_rows(environment, out, pairs=pairs, seed=seed)
+    told = f"{written.train} rows in {out / 'train.jsonl'}, {written.held_out} in {out / 'eval.jsonl'}"
+    Console(soft_wrap=True).print(told, highlight=False)
 
 
 def _table(rows: list[Admission]) -> Table:
