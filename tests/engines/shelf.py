@@ -4,10 +4,12 @@ from pathlib import Path
 
 import torch
 
+from fathom.core.adapter import AdapterForm
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
 from fathom.model.tiny import make_tiny
+from fathom.sync.adapters.adopt import AdapterStart, adopt
 from fathom.sync.digest import build_manifest
 from fathom.sync.transports.transport import Transport
 from fathom.text.characters import save_character_tokenizer
@@ -24,9 +26,16 @@ class Shelf:
     """Version n is the folder's weights with noise of seed n."""
 
     def __init__(
-        self, folder: Path, transport: Transport, dtype: torch.dtype = torch.float32, aligned: bool = False
+        self,
+        folder: Path,
+        transport: Transport,
+        dtype: torch.dtype = torch.float32,
+        aligned: bool = False,
+        adapter: AdapterForm | None = None,
     ) -> None:
         self.model = LanguageModel.load(folder, dtype, "cpu")
+        self.adapter = None if adapter is None else adopt(self.model, AdapterStart(form=adapter))
+        """Versions are of it. None: of the whole model."""
         if aligned:
             align(self.model)
         self.tolerance = 0.0 if aligned else 1e-5
@@ -45,7 +54,7 @@ class Shelf:
         return await self.publish_weights(number, self.weights(number))
 
     async def publish_weights(self, number: int, weights: dict[str, torch.Tensor]) -> tuple[Manifest, WeightSource]:
-        manifest = build_manifest(number, 1, None, weights)
+        manifest = build_manifest(number, 1, None, weights, adapter=self.adapter)
         self._transport.hold(manifest, weights)
         source = self._transport.offer(manifest.version, [])
         self._transport.release(manifest.version)

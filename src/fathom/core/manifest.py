@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.ids import EngineId, PolicyVersion
 
 
@@ -49,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, tag="manifest.2"):
     cast_digest: str | None = None
     """Root digest (hex) of the trainer's cast, of which a quantiser made these tensors: the digest of the step. None:
     nothing was coded, it is that of the version."""
+    adapter: AdapterIdentity | None = None
+    """The LoRA adapter whose tensors these are, and the base that it is for. None: they are a whole model."""
 
     @property
     def size_bytes(self) -> int:

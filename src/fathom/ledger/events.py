@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from fathom.core.adapter import AdapterIdentity, MergeRounding
 from fathom.core.ids import GroupId, Occurrence, PolicyVersion, TaskId, TrajectoryId
-from fathom.core.records.states import AttemptState, Fate
 from fathom.core.records.scores import DistillationMetrics
+from fathom.core.records.states import AttemptState, Fate
 from fathom.core.records.step import Mismatch, MismatchSlice, RouteMetrics, RowOutcome, StepMetrics
 from fathom.ledger.tuning_events import TuningEvent
 
@@ -150,9 +151,9 @@ class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
     """Seconds the trainer waited for the batch."""
     routes: RouteMetrics | None = None
     """Expert routes. None: no row trained has any."""
-
     distillation: DistillationMetrics | None = None
     """What was learned from teachers. None: there are none."""
+
 
 class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):
     """The rows of one step, as they lie in the container beside its `StepTaken`."""
@@ -192,6 +193,10 @@ class Published(msgspec.Struct, frozen=True, tag="published.2"):
     """Same-version gap: engine against trainer on recorded rows at this version. None: not measured."""
     cast_digest: str | None = None
     """Digest of the cast that the step left, where a quantiser made the version of it. None: they are the same."""
+    adapter: AdapterIdentity | None = None
+    """The LoRA adapter that it is of, and its base. None: it is a whole model."""
+    merging: MergeRounding | None = None
+    """What was lost where an adapter was merged into the whole model. None: nothing was merged."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, tag="engine_joined.1"):
@@ -287,14 +292,14 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated.1"):
     """Mean reward per task, in task order, for paired comparisons; NaN where nothing was graded."""
     seconds: float
     """Seconds it took."""
+    tokens_per_task: tuple[float, ...] = ()
+    """Mean sampled tokens of an answer per task, in task order, over its graded samples; NaN where nothing was graded.
+    Empty: its ledger is older than this field."""
 
 
 class DemonstrationsPlayed(msgspec.Struct, frozen=True, tag="demonstrations_played.1"):
     """Agents have played scripts for the warm start, so far."""
 
-    tokens_per_task: tuple[float, ...] = ()
-    """Mean sampled tokens of an answer per task, in task order, over its graded samples; NaN where nothing was graded.
-    Empty: its ledger is older than this field."""
     played: int
     """Episodes that were played to their end, with a reward."""
     of: int

@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, TensorEntry, TensorFormat
@@ -157,11 +158,12 @@ def build_manifest(
     *,
     formats: Mapping[str, TensorFormat] = _PLAIN,
     cast_digest: str | None = None,
+    adapter: AdapterIdentity | None = None,
     threads: int = 1,
 ) -> Manifest:
     """Describe `tensors` (after the cast, tied names resolved to one) as the version `number` of `incarnation`.
 
-    `formats`: how tensors are coded, by name. `cast_digest`: see `Manifest`.
+    `formats`: how tensors are coded, by name. `cast_digest` and `adapter`: see `Manifest`.
 
     Raises:
         PayloadError: nothing to publish, an element type that cannot be, two names for the same memory, or scales that
@@ -173,7 +175,7 @@ def build_manifest(
     entries = layout(tensors, formats=formats, threads=threads)
     check_scales({entry.name: entry for entry in entries})
     version = PolicyVersion(incarnation=incarnation, number=number, digest=root_digest(entries))
-    return Manifest(version=version, parent=parent, tensors=entries, cast_digest=cast_digest)
+    return Manifest(version=version, parent=parent, tensors=entries, cast_digest=cast_digest, adapter=adapter)
 
 
 def wrong_tensors(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity, why_another
 from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest
@@ -22,6 +23,12 @@ class Held:
     """Which one."""
     tensors: Mapping[str, Tensor]
     """Its tensors. They do not change while a version is received."""
+
+
+def check_adapter(manifest: Manifest, adapter: AdapterIdentity | None) -> None:
+    """Raise `PayloadError` unless the version is of the adapter that is computed with, None being the whole model."""
+    if why := why_another(adapter, manifest.adapter):
+        raise PayloadError(f"{manifest.version.name} is not for this engine: {why}")
 
 
 def check_fit(manifest: Manifest, into: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fathom.config.families import TransportKind
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import EngineError, EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, TensorFormat, WeightSource
@@ -48,11 +49,13 @@ class MemoryReceiver:
         faults: Faults = _NO_FAULTS,
         receives_into: ReceivesInto = ReceivesInto.STAGING,
         formats: Mapping[str, TensorFormat] = _PLAIN,
+        adapter: AdapterIdentity | None = None,
     ) -> None:
-        """Hold tensors with the template's names, shapes and element types, coded by `formats`; nothing serves yet."""
+        """Hold tensors of the template's names, shapes and element types, by `formats` and of `adapter`. Nothing
+        serves yet."""
         self._id = engine_id
         self._formats = formats
-        self._inbox = Inbox(engine_id, faults, formats)
+        self._inbox = Inbox(engine_id, faults, formats, adapter)
         self._serving = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
         self._live = receives_into is ReceivesInto.LIVE
         spare = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
@@ -83,6 +86,7 @@ class MemoryReceiver:
             transports=frozenset(TransportKind),
             digest=DigestKind.MEMORY,
             max_context_tokens=0,
+            adapters=True,
             formats=frozenset(each.name for each in self._formats.values()),
         )
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fathom.config.sync import SyncConfig
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import DeliveryError, EngineError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
@@ -138,11 +139,14 @@ class Publisher:
         mode: InFlightMode,
         written: asyncio.Event | None = None,
         probe: Probe | None = None,
+        adapter: AdapterIdentity | None = None,
     ) -> Publication:
         """Deliver `tensors` (the served cast) as version `number` of `incarnation`.
 
         The tensors must not change until `written` is set, if given, or else until this returns: engines get what the
         transport holds.
+
+        `adapter`: whose tensors they are; None: a whole model's. Engines refuse what they do not compute with.
 
         `probe` is of this version. Engines that digest only what they received must pass it; without one they are
         fenced.
@@ -157,7 +161,7 @@ class Publisher:
             parent = self._parent(number, incarnation)
             self._require_engines()
             started = time.perf_counter()
-            described = partial(describe, number, incarnation, parent, tensors, self._quantiser)
+            described = partial(describe, number, incarnation, parent, tensors, self._quantiser, adapter=adapter)
             manifest, published = await asyncio.to_thread(described, threads=torch.get_num_threads())
             try:
                 await self._transport.hold(manifest, published)

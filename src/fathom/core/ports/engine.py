@@ -72,6 +72,8 @@ class Capabilities(msgspec.Struct, frozen=True, tag="capabilities.2"):
     """Ends a generation at a text. Like every ability, it is lacking where it is not declared."""
     ids_scored: bool = False
     """Scores more ids at a position than the one that is there, and finds the likeliest ones."""
+    adapters: bool = False
+    """Computes with a LoRA adapter beside a frozen base, and receives that alone."""
     formats: frozenset[str] = frozenset()
     """Formats in which it holds tensors that do not come as the trainer cast them (`TensorFormat.name`)."""
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
+from fathom.core.errors import PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest
 from fathom.sync.digest import build_manifest, layout, root_digest
@@ -20,15 +22,21 @@ def describe(
     cast: Mapping[str, Tensor],
     quantiser: Quantiser | None,
     *,
+    adapter: AdapterIdentity | None = None,
     threads: int = 1,
 ) -> tuple[Manifest, Mapping[str, Tensor]]:
     """Version `number` of `incarnation`: `cast` itself, or what `quantiser` makes of it.
 
+    `adapter`: whose tensors `cast` are; None: a whole model's.
+
     Raises:
-        PayloadError: see `build_manifest`; or the quantiser cannot code a tensor, or did more than to code.
+        PayloadError: see `build_manifest`; or the quantiser cannot code a tensor, or did more than to code, or should
+            code an adapter.
     """
     if quantiser is None:
-        return build_manifest(number, incarnation, parent, cast, threads=threads), cast
+        return build_manifest(number, incarnation, parent, cast, adapter=adapter, threads=threads), cast
+    if adapter is not None:
+        raise PayloadError("an adapter is published as it was cast; leave the quantiser out")
     before = layout(cast, threads=threads)
     coded = quantiser.apply(cast)
     manifest = build_manifest(

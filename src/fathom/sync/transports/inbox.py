@@ -9,6 +9,7 @@ from typing import final
 
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.ids import EngineId
 from fathom.core.manifest import (
     BroadcastSource,
@@ -21,7 +22,7 @@ from fathom.core.manifest import (
     WeightSource,
 )
 from fathom.core.ports.faults import Faults, NoFaults
-from fathom.sync.held import Held, check_fit
+from fathom.sync.held import Held, check_adapter, check_fit
 from fathom.sync.quantise.formats import check_known
 from fathom.sync.transports.broadcast.seat import Seat
 from fathom.sync.transports.delta import DeltaReading
@@ -39,12 +40,17 @@ class Inbox:
     """Receives versions for one engine, one at a time. Keeps what is dear to set up from one to the next."""
 
     def __init__(
-        self, engine: EngineId, faults: Faults = _NO_FAULTS, formats: Mapping[str, TensorFormat] = _PLAIN
+        self,
+        engine: EngineId,
+        faults: Faults = _NO_FAULTS,
+        formats: Mapping[str, TensorFormat] = _PLAIN,
+        adapter: AdapterIdentity | None = None,
     ) -> None:
         """`faults` reaches `receive.before` and `receive.after`. `formats`: how the engine's tensors are coded, by
-        name."""
+        name. `adapter`: what the engine's tensors are of; None: a whole model."""
         self._engine = engine
         self._formats = formats
+        self._adapter = adapter
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inbox")
         self._seat = Seat(engine)
@@ -66,10 +72,12 @@ class Inbox:
             serving: what serves meanwhile. None: nothing, or `into` is its memory.
 
         Raises:
-            PayloadError: a tensor is missing, unknown, of another shape, element type or format, or the source cannot
-                be read as the manifest says. Names the tensor. Nothing was written when names or forms do not fit.
+            PayloadError: it is of another adapter or base; or a tensor, which is named, is missing, unknown, of another
+                shape, element type or format, or the source cannot be read as the manifest says. Nothing was written
+                when identity, names or forms do not fit.
             TransferInterruptedError: the transfer broke elsewhere.
         """
+        check_adapter(manifest, self._adapter)
         check_fit(manifest, into)
         check_known(manifest, self._formats)
         reception = Reception(engine=self._engine, manifest=manifest, into=into, serving=serving)

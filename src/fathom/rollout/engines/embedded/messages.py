@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from fathom.config.families import Speculation
+from fathom.core.adapter import AdapterForm
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
 from fathom.core.ports.engine import (
@@ -144,6 +145,9 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
     """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, up to 4 GiB."""
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
+    adapter: AdapterForm | None
+    """Compute with an adapter of this form beside the folder's weights; a version is that alone. None: a version is
+    the whole model."""
     aligned: bool
     """Compute in aligned mode (`model/aligned.py`)."""
     speculation: Speculation

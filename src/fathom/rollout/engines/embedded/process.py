@@ -14,6 +14,7 @@ from typing import Self, final
 import msgspec
 
 from fathom.config.families import Dtype, Speculation
+from fathom.core.adapter import AdapterForm
 from fathom.core.errors import ConfigError, EngineDeadError, EngineTimeoutError
 from fathom.core.ids import EngineId
 from fathom.rollout.engines.embedded.messages import EngineConfigLine, ReadyLine, StartLine
@@ -49,6 +50,8 @@ class EmbeddedSpec:
     """Torch device."""
     threads: int = 1
     """CPU threads."""
+    adapter: AdapterForm | None = None
+    """Versions are adapters of this form, for the weights of the folder. None: they are whole models."""
     aligned: bool = False
     """Compute in aligned mode: the trainer's bits, whatever the batch."""
     speculation: Speculation = Speculation.NONE
@@ -217,6 +220,7 @@ def _config_line(spec: EmbeddedSpec) -> bytes:
         step_tokens=spec.step_tokens,
         kv_memory_mb=spec.kv_memory_mb,
         max_context_tokens=spec.max_context_tokens,
+        adapter=spec.adapter,
         aligned=spec.aligned,
         speculation=spec.speculation,
         draft_tokens=spec.draft_tokens,

@@ -61,7 +61,7 @@ class EngineApi:
 
     def __init__(self, scheduler: Scheduler, engine: EngineId, threads: int) -> None:
         self._scheduler = scheduler
-        self._inbox = Inbox(engine)
+        self._inbox = Inbox(engine, adapter=scheduler.adapter)
         self._threads = threads
         self._publishing = asyncio.Lock()
 

@@ -16,6 +16,7 @@ import torch
 import uvicorn
 
 from fathom.config.families import Speculation, TransportKind
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
@@ -34,6 +35,7 @@ from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.kv.kv_budget import kv_pages
 from fathom.rollout.engines.embedded.server.scheduler import Scheduler
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
+from fathom.sync.adapters.adopt import AdapterStart, adopt
 from fathom.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,9 +61,11 @@ class EngineServer:
         sys.setswitchinterval(_SWITCH_S)
         _raise_file_limit()
         self._loop = asyncio.new_event_loop()
-        decoder, weights = _load(config)
+        decoder, weights, adapter = _load(config)
         self.capabilities = _capabilities(config, decoder.has_experts)
-        self._scheduler = Scheduler(EngineId(config.engine), self.capabilities, decoder, weights, self._deliver)
+        self._scheduler = Scheduler(
+            EngineId(config.engine), self.capabilities, decoder, weights, self._deliver, adapter
+        )
         self._app = EngineApi(self._scheduler, EngineId(config.engine), config.threads).app(config.token)
 
     def serve(self, listener: socket.socket) -> None:
@@ -90,8 +94,9 @@ class EngineServer:
         self._loop.call_soon_threadsafe(_put_all, chunks)
 
 
-def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
+def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets, AdapterIdentity | None]:
     model = LanguageModel.load(Path(config.model_folder), _DTYPES[config.dtype], config.device)
+    adapter = adopt(model, AdapterStart(form=config.adapter)) if config.adapter is not None else None
     if config.aligned:
         align(model)
     slots, tokens = config.max_running, config.max_context_tokens
@@ -115,7 +120,7 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets]:
         proposer=_proposer(config, model, step_tokens),
         draft_tokens=config.draft_tokens,
     )
-    return decoder, WeightSets(model.weights())
+    return decoder, WeightSets(model.weights()), adapter
 
 
 def _proposer(config: EngineConfigLine, model: LanguageModel, step_tokens: int) -> Proposer | None:
@@ -151,6 +156,7 @@ def _capabilities(config: EngineConfigLine, routes: bool) -> Capabilities:
         digest=DigestKind.MEMORY,
         max_context_tokens=config.max_context_tokens,
         logit_bias=True,
+        adapters=True,
         stop_strings=_has_tokenizer(config),
         ids_scored=True,
     )

@@ -16,6 +16,7 @@ from typing import TypeVar, final
 
 import torch
 
+from fathom.core.adapter import AdapterIdentity, why_another
 from fathom.core.errors import EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest
@@ -59,12 +60,21 @@ class Scheduler:
     """State is touched on the loop's thread only: other threads hand it functions with `call`."""
 
     def __init__(
-        self, engine: EngineId, capabilities: Capabilities, decoder: Decoder, weights: WeightSets, deliver: Deliver
+        self,
+        engine: EngineId,
+        capabilities: Capabilities,
+        decoder: Decoder,
+        weights: WeightSets,
+        deliver: Deliver,
+        adapter: AdapterIdentity | None = None,
     ) -> None:
+        """`adapter`: what `weights` are of, and the base beside them; None: a whole model."""
         self._engine = engine
         self._capabilities = capabilities
         self._decoder = decoder
         self._weights = weights
+        self.adapter = adapter
+        """What versions must be of. None: the whole model."""
         self._deliver = deliver
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: AdmissionQueue[Job] = AdmissionQueue()
@@ -196,11 +206,13 @@ class Scheduler:
 
     def commit(self, version: PolicyVersion, mode: InFlightMode) -> Future[CommitReport]:
         """Serve what is staged, now or (drain) when what runs has ended. Raises `EngineRefusedError`."""
-        staged, _ = self.staged()
+        staged, manifest = self.staged()
         if self._drain is not None:
             raise self._refusal(f"the commit of {self._drain.version.name} is draining already")
         if staged.version != version:
             raise self._refusal(f"{version.name} is not what is staged; stage and verify it first")
+        if why := why_another(self.adapter, manifest.adapter):
+            raise self._refusal(f"{version.name} is not for this engine: {why}")
         if staged.digest != version.digest:
             raise self._refusal(
                 f"{version.name} was not verified, or its digest was wrong ({staged.digest or 'none'}); stage it again"
