@@ -96,9 +96,17 @@ def _section(section: type[BaseModel], name: str, default: Any) -> Iterator[str]
 
 def _owned(owner: str, about: str | None, model: type[BaseModel]) -> str:
     """The options that a task or a bench declares for itself."""
-    rows = "".join(_row(key, field, field.default) for key, field in model.model_fields.items())
+    rows = "".join(_owned_rows(model, ""))
     head = f"### `{owner}`\n\n{_one_line(about or '')}\n\n"
     return f"{head}| option | type | default | |\n|---|---|---|---|\n{rows}\n"
+
+
+def _owned_rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Rows of a section, each followed by those of the section that it is, if it is one."""
+    for key, field in model.model_fields.items():
+        yield _row(f"{prefix}{key}", field, field.default)
+        if (inner := nested_section(field.annotation)) is not None:
+            yield from _owned_rows(inner, f"{prefix}{key}.")
 
 
 def _row(name: str, field: FieldInfo, default: Any) -> str:
@@ -142,6 +150,8 @@ def _kind(annotation: Any) -> str:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return ", ".join(f'`"{member}"`' for member in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
     return _SIMPLE.get(annotation, "value")
 
 

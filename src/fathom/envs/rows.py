@@ -63,8 +63,9 @@ class RowsOptions(Section):
     """How an answer is compared with the row's."""
     judge: JudgeOptions | None = None
     """The model that judges, and what it may cost; with `grader = "judge"` only."""
-    judge_prompt: str = PROMPT
-    """What it is asked. `{question}`, `{reference}`, `{answer}`, `{lowest}` and `{highest}` are filled in."""
+    judge_prompt: str | None = None
+    """What it is asked; `{question}`, `{reference}`, `{answer}`, `{lowest}` and `{highest}` are filled in. None: to
+    compare the answer with the question and the reference, and to reply with a number."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,6 +75,8 @@ class RowsOptions(Section):
             raise ValueError("eval_path and eval_rows both say what is held out; set one")
         if (self.grader is RowGrader.JUDGE) != (self.judge is not None):
             raise ValueError("grader = 'judge' and the section judge go together; set both or none")
+        if self.judge_prompt is not None and "{answer}" not in self.judge_prompt:
+            raise ValueError("judge_prompt never shows the {answer} that is to be judged; write {answer} in it")
         return self
 
 
@@ -151,7 +154,7 @@ def _judge(options: RowsOptions) -> _Judge:
             return _Judge(grade=_ByReference(grade_exact), reference=str.strip)
         case RowGrader.JUDGE:
             assert options.judge is not None, "checked in the options"
-            judge = QuestionJudge(options.judge, options.judge_prompt)
+            judge = QuestionJudge(options.judge, options.judge_prompt or PROMPT)
             return _Judge(grade=judge.grade, reference=str.strip, needs_reference=False)
 
 
