@@ -43,7 +43,7 @@ class _Written(msgspec.Struct, frozen=True, tag="critic_state.1", forbid_unknown
 
 @final
 class ValueModel:
-    """See `port.Critic`. A copy of the policy's body with one number as its head, in float32 throughout, with an optimizer of its own.
+    """See `port.Critic`. A copy of the policy's body with one number as its head, float32, with its own optimizer.
 
     The value at a token is computed from the hidden state before it: what the critic expects of the rest of the
     trajectory when the token is about to be sampled. The head starts at 0, so do all values. Gradients of `accumulate`

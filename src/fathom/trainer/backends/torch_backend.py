@@ -20,7 +20,8 @@ from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs, head_outputs
 from fathom.model.lora.merging import MergedWeights
-from fathom.model.lora.peft_folder import read_config, read_tensors, write_adapter
+from fathom.model.lora.peft_config import read_config
+from fathom.model.lora.peft_folder import read_tensors, write_adapter
 from fathom.model.routing import ExpertShape, Routing
 from fathom.sync.adapters.adopt import AdapterStart, adopt
 from fathom.trainer.backends.critic import CRITIC_FOLDER, ValueModel
