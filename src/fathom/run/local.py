@@ -44,6 +44,8 @@ from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.rollouts.players import Players
 from fathom.run.starting_weights import require_devices, starting_weights
 from fathom.run.stop import Stop
+from fathom.run.teachers.opening import open_teachers
+from fathom.run.teachers.teaching import Teaching
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
@@ -121,14 +123,17 @@ async def _run(
                 await _begin(resolved, players, learner, recorder)
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
-        async with _runner(resolved, players, fleet, recorder.incarnation) as runner:
+        async with (
+            _runner(resolved, players, fleet, recorder.incarnation) as runner,
+            _taught(resolved, runner, fleet, folder, recorder, launcher) as taught,
+        ):
             pipeline = Pipeline(
                 Parts(
                     config=config,
                     fresh=newest is None,
                     tasks=resolved.train,
                     buffer=buffer,
-                    runner=runner,
+                    runner=taught,
                     learner=learner,
                     delivery=delivery,
                     fleet=fleet,
@@ -161,6 +166,27 @@ async def _runner(resolved: Resolved, players: Players, fleet: Fleet, incarnatio
             compare=players.grade_group,
             group_size=config.rollout.group_size,
             min_graded=config.staleness.min_graded or config.rollout.group_size,
+        )
+
+
+@asynccontextmanager
+async def _taught(
+    resolved: Resolved, runner: Runner, fleet: Fleet, folder: RunFolder, recorder: Recorder, launcher: Launcher | None
+) -> AsyncGenerator[Runner]:
+    """The runner of what is trained: what it plays is scored by teachers, if there are any."""
+    config, assignment = resolved.config, resolved.teachers
+    if config.distillation is None or assignment is None:
+        yield runner
+        return
+    async with open_teachers(assignment, config, folder, recorder, launcher) as teachers:
+        yield Teaching(
+            runner,
+            config.distillation,
+            teachers,
+            assignment.by_task,
+            fleet.score,
+            recorder,
+            vocab_size=resolved.model.vocab_size,
         )
 
 

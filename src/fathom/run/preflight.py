@@ -14,6 +14,7 @@ from fathom.config.run import RunConfig
 from fathom.config.sync import PeerConfig, SyncConfig
 from fathom.core.errors import ConfigError, MissingDependencyError
 from fathom.core.ports.engine import Capabilities
+from fathom.run.teachers.assignment import asks_student
 
 _PACKAGES = {Tracker.TENSORBOARD: "tensorboard", Tracker.WANDB: "wandb"}
 _FABRICS = {
@@ -133,6 +134,10 @@ def check_engine(config: RunConfig, able: Capabilities) -> None:
         (
             able.logit_bias or not config.rollout.sampling.logit_bias,
             "rollout.sampling.logit_bias (its capability `logit_bias`)",
+        ),
+        (
+            able.ids_scored or config.distillation is None or not asks_student(config.distillation),
+            "distillation.set of the student's likeliest ids (its capability `ids_scored`)",
         ),
         (able.routes or not config.rollout.record_routes, "rollout.record_routes (its capability `routes`)"),
         (able.kv_versions, "staleness.max_kv_staleness (its capability `kv_versions`)"),

@@ -14,6 +14,7 @@ from fathom.core.ports.environment import DemonstratedEnvironment, Task
 from fathom.envs.registry import AnyEnvironment, build_environment, require_environment
 from fathom.run.preflight import check_machine
 from fathom.run.starting_model import StartingModel
+from fathom.run.teachers.assignment import Assignment, assign
 from fathom.run.turns import TurnText, check_agent_options, check_single_turn_options
 from fathom.text.chat_renderer import ChatRenderer
 
@@ -48,6 +49,8 @@ class Resolved:
     """Tasks to evaluate on; empty without an evaluation."""
     left_out: tuple[str, ...]
     """Ids of tasks whose prompts are too long."""
+    teachers: Assignment | None = None
+    """Who teaches which task. None: nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
         environment = build_environment(config.task.kind, config.task.options)
     else:
         require_environment(environment, "given from Python")
-    renderer = ChatRenderer(model.tokenizer, use_template=config.model.chat_template and model.tokenizer.template is not None)
+    renderer = ChatRenderer(
+        model.tokenizer, use_template=config.model.chat_template and model.tokenizer.template is not None
+    )
     turns = None
     if isinstance(environment, AgentEnvironment):
         check_agent_options(config)
@@ -116,6 +121,7 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
         train=train,
         held_out=_held_out(config, environment, prompts),
         left_out=left_out,
+        teachers=assign(config, model, (prompted.task.id for prompted in train)),
     )
 
 
@@ -138,6 +144,10 @@ def describe(resolved: Resolved) -> list[str]:
     ]
     if config.warm_start is not None:
         lines.insert(1, f"warm start: {config.warm_start.steps} supervised steps on {config.warm_start.tasks} tasks")
+    if config.distillation is not None:
+        names = ", ".join(config.distillation.teachers)
+        beside = "beside the task's reward" if config.distillation.task_reward else "and from nothing else"
+        lines.append(f"learn from {names} ({config.distillation.form}) {beside}")
     if config.evaluation is not None:
         lines.append(f"evaluate on {len(resolved.held_out)} held-out tasks, before and after")
     return lines

@@ -1,0 +1,1 @@
+"""Teachers of a run: who teaches what, their engines, and the scores they give."""
