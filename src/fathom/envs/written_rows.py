@@ -28,7 +28,7 @@ class WrittenRows:
 def write_rows(environment: DemonstratedEnvironment, folder: Path, *, pairs: bool, seed: int) -> WrittenRows:
     """Write `train.jsonl` and `eval.jsonl` into a folder, which is made.
 
-    A pair's rejected answer is a wrong one, drawn by the seed: the good one with one digit changed where it is a number,
+    A pair's rejected answer is a wrong one, drawn by the seed: the good one with one digit changed if it is a number,
     else another task's. The grader has the last word on what is wrong.
 
     Raises:

@@ -66,8 +66,8 @@ async def drive(plan: TuningPlan, folder: RunFolder, stop: Stop, observers: tupl
     state = newest[0] if newest else None
     if state is not None and state.digest != plan.prepared.digest:
         raise CheckpointError(
-            "the samples, or what decides their order (seed, trainer.tokens_per_step, trainer.shuffle), are not those of "
-            "the checkpoint; resume with the data and options that the run began with"
+            "the samples, or what decides their order (seed, trainer.tokens_per_step, trainer.shuffle), are not those "
+            "of the checkpoint; resume with the data and options that the run began with"
         )
     recorder = open_history(
         config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fathom.trainer.backends.update import Update
+from fathom.trainer.backends.port import Update
 from fathom.trainer.objective.preference import PreferenceSums
 from fathom.trainer.objective.supervised import ImitationSums
 
