@@ -16,7 +16,8 @@ from fathom.core.errors import ConfigError
 from fathom.model.language_model import LanguageModel
 from fathom.model.lora.low_rank import LowRank
 from fathom.model.lora.merging import MergedWeights
-from fathom.model.lora.peft_folder import PeftConfig, read_config, read_tensors, why_other_form, write_adapter
+from fathom.model.lora.peft_config import PeftConfig, read_config, why_other_form
+from fathom.model.lora.peft_folder import read_tensors, write_adapter
 
 torch.set_num_threads(1)
 VECTORS = json.loads((Path(__file__).parent / "lora_vectors.json").read_text())

@@ -14,47 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fathom.core.adapter import AdapterForm, AdapterIdentity
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError
-
-CONFIG_FILE = "adapter_config.json"
-"""PEFT's description of the adapter."""
-WEIGHTS_FILE = "adapter_model.safetensors"
-"""PEFT's tensors."""
-IDENTITY_FILE = "fathom_adapter.json"
-"""Our description."""
+from fathom.model.lora.peft_config import CONFIG_FILE, IDENTITY_FILE, WEIGHTS_FILE
 
 _PREFIX = "base_model.model."
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)\.(lora_[AB])")
 _ORDER = ("gate_up_proj", "down_proj")
 """PEFT wraps the experts of a layer once for each of their matrices, in this order; the last one lies outermost."""
-
-
-class PeftConfig(msgspec.Struct, frozen=True):
-    """What of PEFT's description changes the function."""
-
-    r: int
-    """Rank."""
-    lora_alpha: float
-    """Numerator of the scale."""
-    target_modules: tuple[str, ...] | str | None = None
-    """What is adapted."""
-    target_parameters: tuple[str, ...] | None = None
-    """What is adapted without being a module of its own."""
-    base_model_name_or_path: str | None = None
-    """The base, in words."""
-    use_rslora: bool = False
-    """The scale is divided by the root of the rank."""
-    use_dora: bool = False
-    """Magnitudes are trained as well."""
-    bias: str = "none"
-    """Which biases are trained."""
-    rank_pattern: dict[str, int] | None = None
-    """Ranks of their own."""
-    alpha_pattern: dict[str, float] | None = None
-    """Numerators of their own."""
-    modules_to_save: tuple[str, ...] | None = None
-    """What is trained as a whole."""
 
 
 def write_adapter(identity: AdapterIdentity, tensors: Mapping[str, Tensor], base: str, folder: Path) -> None:
@@ -89,22 +56,6 @@ def write_adapter(identity: AdapterIdentity, tensors: Mapping[str, Tensor], base
     (folder / IDENTITY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(identity)))
 
 
-def read_config(folder: Path) -> tuple[PeftConfig, AdapterIdentity | None]:
-    """What an adapter says of itself, by PEFT's file and by ours. None: it was written by others.
-
-    Raises:
-        ConfigError: it is no folder of a LoRA adapter.
-    """
-    try:
-        config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=PeftConfig)
-        identity = None
-        if (folder / IDENTITY_FILE).exists():
-            identity = msgspec.json.decode((folder / IDENTITY_FILE).read_bytes(), type=AdapterIdentity)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{folder} is no folder of a LoRA adapter in PEFT's format: {error}") from error
-    return config, identity
-
-
 def read_tensors(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An adapter's tensors by canonical name, on the CPU, in the element type of `like`.
 
@@ -128,23 +79,6 @@ def read_tensors(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
     found = {names[key]: _from_disk(names[key], tensor, like[names[key]]) for key, tensor in stored.items()}
     return dict(sorted(found.items()))
-
-
-def why_other_form(config: PeftConfig, form: AdapterForm) -> str | None:
-    """Why an adapter that says `config` of itself is not of `form`. None: it is."""
-    if (
-        config.use_dora
-        or config.bias != "none"
-        or config.rank_pattern
-        or config.alpha_pattern
-        or config.modules_to_save
-    ):
-        return "it has more than updates of one rank (DoRA, biases, patterns or whole modules)"
-    given = (config.r, config.lora_alpha, config.use_rslora)
-    wanted = (form.rank, form.alpha, form.rslora)
-    if given != wanted:
-        return f"its rank, alpha and rslora are {given}, and [lora] says {wanted}"
-    return None
 
 
 def _to_peft(name: str, names: Mapping[str, Tensor]) -> str:

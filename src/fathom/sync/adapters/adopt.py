@@ -10,7 +10,8 @@ import torch
 from fathom.core.adapter import AdapterForm, AdapterIdentity
 from fathom.core.errors import ConfigError
 from fathom.model.language_model import LanguageModel
-from fathom.model.lora.peft_folder import read_config, read_tensors, why_other_form
+from fathom.model.lora.peft_config import read_config, why_other_form
+from fathom.model.lora.peft_folder import read_tensors
 from fathom.sync.digest import digest
 
 

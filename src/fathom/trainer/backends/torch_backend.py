@@ -17,6 +17,7 @@ from fathom.core.adapter import AdapterIdentity, MergeRounding, why_another
 from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
+from fathom.model.id_logprobs import head_id_logprobs
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs, head_outputs
 from fathom.model.lora.merging import MergedWeights
@@ -104,7 +105,7 @@ class TorchBackend:
     ) -> tuple[Report, Routing | None]:
         """See `port.Backend`."""
         routing = self._routing(rows, margins=True) if rows.routes is not None else None
-        loss, report = loss_of(self._outputs(rows, routing) if entropy else self._logprobs_alone(rows, routing))
+        loss, report = loss_of(self._outputs(rows, routing, entropy=entropy))
         loss.backward()
         return report, routing
 
@@ -203,14 +204,16 @@ class TorchBackend:
     def _routing(self, rows: PackedRows, *, margins: bool = False) -> Routing:
         return self._model.routing(len(rows.input_ids), forced=rows.routes if rows.forced else None, margins=margins)
 
-    def _logprobs_alone(self, rows: PackedRows, routing: Routing | None) -> TokenOutputs:
-        return TokenOutputs(logprobs=self._forward(rows, routing).cpu())
-
-    def _outputs(self, rows: PackedRows, routing: Routing | None) -> TokenOutputs:
+    def _outputs(self, rows: PackedRows, routing: Routing | None, *, entropy: bool) -> TokenOutputs:
         targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
-        chosen = self._chosen_hidden(rows, routing)
-        logprobs, entropies = head_outputs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
-        return TokenOutputs(logprobs=logprobs.cpu(), entropy=entropies.cpu())
+        chosen, kept, bias, ids = self._chosen_hidden(rows, routing), rows.kept, rows.bias, None
+        if rows.compared is not None:
+            ids = head_id_logprobs(self._model, chosen, temperature, kept, bias, rows.compared).cpu()
+        if not entropy:
+            logprobs = head_logprobs(self._model, chosen, targets, temperature, kept, bias)
+            return TokenOutputs(logprobs=logprobs.cpu(), ids=ids)
+        logprobs, entropies = head_outputs(self._model, chosen, targets, temperature, kept, bias)
+        return TokenOutputs(logprobs=logprobs.cpu(), ids=ids, entropy=entropies.cpu())
 
     def _forward(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """float32 [N] on the device; the head is computed for tokens with loss alone."""
