@@ -12,6 +12,7 @@ from fathom.core.errors import RecordError
 from fathom.core.records.bias import TokenBias, join_biases
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.row import Row
+from fathom.core.records.scores import IdLists
 from fathom.core.records.trajectory import KeptSets
 
 
@@ -45,6 +46,8 @@ class PackedRows:
     """uint8 or uint16 [T, L, E]: recorded experts of the input tokens. None: a row has none."""
     forced: bool
     """The recorded experts are to be used instead of those that the live routers choose."""
+    compared: IdLists | None = None
+    """More ids at each of the N tokens, to be compared with a teacher. None: a row has none."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], *, forced: bool = False) -> Self:
@@ -64,6 +67,7 @@ class PackedRows:
             bias=join_biases([row.bias for row in rows], [len(row.positions) for row in rows]),
             routes=routes,
             forced=forced,
+            compared=_joined_ids(rows),
         )
 
     @classmethod
@@ -90,6 +94,7 @@ class PackedRows:
         bias: TokenBias | None,
         routes: np.ndarray | None,
         forced: bool,
+        compared: IdLists | None = None,
     ) -> Self:
         inputs = [ids[: places[-1]] for ids, places in zip(token_ids, positions, strict=True)]
         lengths = [len(row) for row in inputs]
@@ -108,6 +113,7 @@ class PackedRows:
             bias=bias,
             routes=routes,
             forced=forced,
+            compared=compared,
         )
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
@@ -119,6 +125,16 @@ def _joined_routes(rows: Sequence[Row]) -> np.ndarray | None:
     """The routes of the rows' input tokens end to end; None where a row has none."""
     parts = [row.routes[: row.positions[-1]] for row in rows if row.routes is not None]
     return np.concatenate(parts) if len(parts) == len(rows) else None
+
+
+def _joined_ids(rows: Sequence[Row]) -> IdLists | None:
+    """The ids compared with teachers, end to end; None where a row has none."""
+    compared = [row.teacher.compared for row in rows if row.teacher is not None and row.teacher.compared is not None]
+    if len(compared) < len(rows):
+        return None
+    widths = np.concatenate([np.diff(each.lists.offsets) for each in compared])
+    offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
+    return IdLists(offsets=offsets, ids=np.concatenate([each.lists.ids for each in compared]))
 
 
 def _joined_kept(rows: Sequence[Row]) -> KeptSets | None:

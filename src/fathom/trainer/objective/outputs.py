@@ -15,6 +15,9 @@ class TokenOutputs:
 
     logprobs: Tensor
     """[N]: log-probability of each token under its sampling distribution."""
+    ids: Tensor | None = None
+    """[K]: log-probabilities of the ids compared with a teacher (`PackedRows.compared`), under the same distributions.
+    None: there are none."""
     entropy: Tensor | None = None
     """[N]: -sum p log p of the distribution each token was drawn from, over the whole vocabulary (the kept set where
     one was recorded), at its temperature and with its biases; `algorithms.md` D.8. None: not asked for."""
