@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from fathom.ledger.events import IncarnationOpened, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
+from fathom.ledger.tuning_events import PreferenceStepped, SupervisedStepped
 
 
 class RunPhase(StrEnum):
@@ -42,9 +43,10 @@ def state_of(reader: LedgerReader) -> RunState:
     over = opened is not None and ended is not None and ended.seq > opened.seq
     steps = [event.number for event in (newest.event,) if event.stepped] if newest else []
     step = steps[0] if steps else newest.event.number - 1 if newest else opened.event.start_step if opened else 0
+    tuned = reader.latest(SupervisedStepped) or reader.latest(PreferenceStepped)
     return RunState(
         phase=RunPhase.EMPTY if opened is None else RunPhase.ENDED if over else RunPhase.OPEN,
         reason=ended.event.reason if ended is not None and over else "",
-        step=step,
+        step=step if tuned is None else tuned.event.number,
         reward_mean=newest.event.reward_mean if newest else None,
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, AsJson, RunName, RunsDir
 from fathom.evidence.contracts.audit import audit as audit_ledger
 from fathom.evidence.runs import find_run, ledger_of
+from fathom.evidence.tuning.summary import audit_tuning, is_tuning
 from fathom.ledger.reader import LedgerReader
 
 
@@ -18,7 +19,7 @@ def audit(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = 
     """Examine every contract of a run again, from its ledger alone. Exit code 1 when one is broken."""
     folder = find_run(run, runs_dir)
     with LedgerReader(ledger_of(folder)) as reader:
-        report = audit_ledger(reader)
+        report = audit_tuning(reader) if is_tuning(reader) else audit_ledger(reader)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode({"passed": report.passed, "report": report})))
     else:

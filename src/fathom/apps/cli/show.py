@@ -11,9 +11,12 @@ from rich.console import Console
 
 from fathom.apps.cli.arguments import DEFAULT_RUNS_DIR, AsJson, RunName, RunsDir
 from fathom.apps.cli.summary_view import sections
+from fathom.apps.cli.tuning.view import tuning_sections
+from fathom.core.errors import ConfigError
 from fathom.evidence.report.picture import draw
 from fathom.evidence.report.summary import summarise
 from fathom.evidence.runs import describe_run, find_run, ledger_of
+from fathom.evidence.tuning.summary import TuningSummary, is_tuning, summarise_tuning
 from fathom.ledger.reader import LedgerReader
 
 Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE.png", help="also draw it (extra: plot)")]
@@ -23,6 +26,9 @@ def show(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = F
     """What a run learnt, and its books, ages, mismatch, publications and speed."""
     folder = find_run(run, runs_dir)
     with LedgerReader(ledger_of(folder)) as reader:
+        if is_tuning(reader):
+            _show_tuning(folder, summarise_tuning(reader), as_json, picture)
+            return
         summary = summarise(reader)
     if picture is not None:
         draw(summary, folder.name, picture)
@@ -35,3 +41,15 @@ def show(run: RunName, runs_dir: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = F
         console.print()
     if picture is not None:
         console.print(f"picture: {picture}", highlight=False)
+
+
+def _show_tuning(folder: Path, summary: TuningSummary, as_json: bool, picture: Path | None) -> None:
+    if picture is not None:
+        raise ConfigError("--picture draws runs of fathom train; of this one fathom show prints the curve")
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(summary)))
+        return
+    console = Console()
+    for section in tuning_sections(describe_run(folder), summary):
+        console.print(section)
+        console.print()

@@ -13,6 +13,12 @@ import msgspec
 from fathom.config.families import Tracker
 from fathom.ledger.events import Evaluated, Event, Published, StepTaken, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
+from fathom.ledger.tuning_events import (
+    PreferenceEvaluated,
+    PreferenceStepped,
+    SupervisedEvaluated,
+    SupervisedStepped,
+)
 
 _POLL_S = 1.0
 _CLOSE_S = 5.0
@@ -134,6 +140,10 @@ def numbers(event: Event) -> Iterator[tuple[str, float, int]]:
         case Evaluated():
             yield "evaluation/pass_rate", event.pass_rate, event.version.number
             yield "evaluation/reward_mean", event.reward_mean, event.version.number
+        case SupervisedStepped() | PreferenceStepped():
+            yield from _fields("step", event, event.number)
+        case SupervisedEvaluated() | PreferenceEvaluated():
+            yield from _fields("held_out", event, event.step)
         case WarmStartStepped():
             yield "warm_start/loss", event.loss, event.step
         case _:
@@ -143,5 +153,5 @@ def numbers(event: Event) -> Iterator[tuple[str, float, int]]:
 def _fields(prefix: str, record: msgspec.Struct, step: int) -> Iterator[tuple[str, float, int]]:
     for name in record.__struct_fields__:
         value = msgspec.structs.asdict(record)[name]
-        if value is not None:
+        if isinstance(value, int | float):
             yield f"{prefix}/{name}", float(value), step

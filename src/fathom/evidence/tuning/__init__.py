@@ -1,0 +1,1 @@
+"""What the ledger says of runs that tune on rows of files."""
