@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fathom.core.errors import ConfigError, DataError
-from fathom.core.ports.environment import DemonstratedEnvironment, Environment
+from fathom.core.ids import TaskId
+from fathom.core.ports.environment import DemonstratedEnvironment, Environment, Task
 from fathom.envs.gold_check import check_environment
 from fathom.envs.registry import build_environment
 
@@ -158,6 +159,26 @@ def test_arithmetic_is_the_same_from_the_same_seed_whatever_the_size():
     assert ids(num_train=50) == ids(num_train=50)
     assert ids(num_train=50)[1] == ids(num_train=500)[1]
     assert ids(num_train=50, seed=1) != ids(num_train=50, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "found"),
+    [
+        ("the sum of 12 and 7 is 19", 1.0, True),
+        ("19", 1.0, True),
+        ("19 is the sum of 12 and 7", 0.0, True),
+        ("the sum of 12 and 7 is 019", 0.0, True),
+        ("the sum", 0.0, False),
+    ],
+)
+def test_arithmetic_in_sentences_reads_the_last_integer(answer, reward, found):
+    environment = build_environment("arithmetic", {"num_train": 10, "wording": "sentence"})
+    task = Task(id=TaskId("t"), messages=({"role": "user", "content": "12+7="},), answer="19")
+    graded = environment.grade(task, answer)
+    assert (graded.total, graded.answer_found) == (reward, found)
+    assert environment.demonstration(task) == "the sum of 12 and 7 is 19"
+    plain = build_environment("arithmetic", {"num_train": 10})
+    assert plain.demonstration(task) == "19"
 
 
 @pytest.mark.parametrize(

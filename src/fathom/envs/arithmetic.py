@@ -18,6 +18,7 @@ from fathom.core.records.trajectory import Graded
 
 Operator = Literal["+", "-", "*"]
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_RESULT = {"+": "sum", "-": "difference", "*": "product"}
 _INTEGER = re.compile(r"-?\d+")
 
 
@@ -34,6 +35,9 @@ class ArithmeticOptions(Section):
     """Smallest operand."""
     max_operand: int = Field(default=99, ge=0)
     """Largest operand."""
+    wording: Literal["number", "sentence"] = "number"
+    """How a good answer is worded: `number` is the integer and nothing else; `sentence` is `the sum of 17 and 25 is
+    42`, and there the last integer of an answer counts, whatever stands before it."""
     seed: int = 0
     """Which problems are drawn. The held-out ones do not depend on `num_train`."""
 
@@ -48,7 +52,7 @@ class ArithmeticOptions(Section):
 
 @final
 class Arithmetic:
-    """Problems like `12+7=`, answered by `19`. The reward is 1 for exactly the right integer, else 0."""
+    """Problems like `12+7=`, answered by `19`. The reward is 1 for the right integer, else 0."""
 
     def __init__(self, options: ArithmeticOptions) -> None:
         """Draw the problems. Raises ConfigError when there are not enough different ones."""
@@ -63,6 +67,7 @@ class Arithmetic:
         order = random.Random(options.seed).sample(range(possible), wanted)
         tasks = tuple(_problem(options, span, number) for number in order)
         self._eval, self._train = tasks[: options.num_eval], tasks[options.num_eval :]
+        self._sentences = options.wording == "sentence"
 
     def tasks(self) -> Sequence[Task]:
         """Training problems."""
@@ -73,17 +78,26 @@ class Arithmetic:
         return self._eval
 
     def demonstration(self, task: Task) -> str:
-        """The right integer, nothing else."""
-        return task.answer
+        """The right integer, alone or at the end of a sentence."""
+        return _sentence(task) if self._sentences else task.answer
 
     def grade(self, task: Task, answer: str) -> Graded:
-        """Compare with the right integer; leading zeros, words or a second line are wrong."""
-        given = answer.strip()
+        """Compare with the right integer; leading zeros or a second line are wrong, and so are words, unless sentences
+        are asked for."""
+        given, grader = answer.strip(), "arithmetic/1"
+        if self._sentences:
+            integers = _INTEGER.findall(given)
+            given, grader = (integers[-1] if integers else ""), "arithmetic-sentence/1"
         return Graded(
             components={"correct": float(given == task.answer)},
-            grader="arithmetic/1",
+            grader=grader,
             answer_found=_INTEGER.fullmatch(given) is not None,
         )
+
+
+def _sentence(task: Task) -> str:
+    left, sign, right = re.split(r"([-+*])", task.messages[0]["content"].rstrip("="))
+    return f"the {_RESULT[sign]} of {left} and {right} is {task.answer}"
 
 
 def _problem(options: ArithmeticOptions, span: int, number: int) -> Task:

@@ -37,6 +37,10 @@ class IdLists(msgspec.Struct, frozen=True, tag="id_lists.1"):
         """int32: the ids of a place."""
         return self.ids[self.offsets[place] : self.offsets[place + 1]]
 
+    def take(self, places: np.ndarray) -> IdLists:
+        """The lists of some places, in the given order."""
+        return IdLists.of([self.at(place) for place in places.tolist()])
+
     def check(self, count: int) -> None:
         """Raises `RecordError` unless these are lists of `count` places, each ascending."""
         whole = self.offsets.dtype == np.int64 and self.offsets.shape == (count + 1,) and self.ids.dtype == np.int32
