@@ -74,6 +74,11 @@ class ValueModel:
         """First steps that train the critic alone."""
         return self._config.warmup_steps
 
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """See `port.Critic`."""
+        return self._masters
+
     @torch.no_grad()
     def begin(self, weights: Mapping[str, Tensor], steps: int) -> None:
         """Start over from a policy's `weights`, by canonical name, with `steps` planned updates; values are 0.

@@ -116,6 +116,35 @@ class PackedRows:
             compared=compared,
         )
 
+    def places(self, rows: Sequence[int]) -> np.ndarray:
+        """int64 [n]: where among the N tokens with loss those of some rows are, row after row."""
+        ends = np.cumsum(self.loss_lengths)
+        parts = [np.arange(ends[row] - self.loss_lengths[row], ends[row]) for row in rows]
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+    def take(self, rows: Sequence[int]) -> PackedRows:
+        """Some of the rows, at least one, in the order given; without ids to be compared with a teacher."""
+        starts = np.cumsum([0, *self.lengths])
+        tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+        places, moved = self.places(rows), np.cumsum([0, *(self.lengths[row] for row in rows)])
+        shifts = np.repeat(
+            [moved[i] - starts[row] for i, row in enumerate(rows)], [self.loss_lengths[row] for row in rows]
+        )
+        return PackedRows(
+            input_ids=self.input_ids[tokens],
+            position_ids=self.position_ids[tokens],
+            lengths=tuple(self.lengths[row] for row in rows),
+            sources=self.sources[places] + shifts,
+            targets=self.targets[places],
+            loss_lengths=tuple(self.loss_lengths[row] for row in rows),
+            temperature=self.temperature[places],
+            kept=self.kept.select(places) if self.kept is not None else None,
+            bias=self.bias.select(places) if self.bias is not None else None,
+            routes=self.routes[tokens] if self.routes is not None else None,
+            forced=self.forced,
+            compared=self.compared.take(places) if self.compared is not None else None,
+        )
+
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut an array [N] back into the rows' parts."""
         return np.split(values, np.cumsum(self.loss_lengths)[:-1])

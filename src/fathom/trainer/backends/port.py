@@ -53,6 +53,12 @@ class Backend(Protocol):
         """How many experts the model has. None: a dense one."""
         ...
 
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """float32 tensors that updates move, by name; each has a gradient allocated. With a float32 forward they are
+        the parameters themselves."""
+        ...
+
     def begin_phase(self, optimizer: OptimizerConfig, steps: int) -> None:
         """Start a phase of `steps` planned updates: counter 0, fresh moments, no gradient."""
         ...
@@ -135,6 +141,11 @@ class Critic(Protocol):
     @property
     def warmup_steps(self) -> int:
         """First steps that train the critic alone: the policy is held."""
+        ...
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """float32 tensors that updates move, by name; each has a gradient allocated."""
         ...
 
     def begin(self, weights: Mapping[str, Tensor], steps: int) -> None:

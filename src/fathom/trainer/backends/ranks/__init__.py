@@ -1,0 +1,1 @@
+"""Several processes that train one model: each computes its share of every micro-batch."""
