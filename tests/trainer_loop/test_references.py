@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from random_rows import make_row, save_model
+from random_rows import make_group, make_row, save_model
 
-from fathom.config.families import Dtype, ReferenceKind
-from fathom.config.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
+from fathom.config.families import Dtype, KlPlacement, ReferenceKind
+from fathom.config.objective import ObjectiveConfig
+from fathom.config.trainer import OptimizerConfig, ReferenceConfig, StalenessConfig, TrainerConfig
 from fathom.core.errors import CheckpointError
+from fathom.core.records.step import TrainBatch
 from fathom.sync.digest import digest
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.torch_backend import TorchBackend
+from fathom.trainer.loop.trainer import Trainer
 
 FROZEN = ReferenceConfig()
 PERIODIC = ReferenceConfig(kind=ReferenceKind.PERIODIC, every_steps=2)
@@ -128,6 +131,39 @@ def test_an_update_that_is_not_applied_moves_no_reference(folder):
     backend.accumulate(_rows(), lambda outputs: (outputs.logprobs.sum() * float("nan"), None))
     assert not backend.update().applied
     assert backend.reference_digest == before
+
+
+@pytest.mark.parametrize("placement", KlPlacement)
+@pytest.mark.parametrize("reference", [FROZEN, PERIODIC, EMA], ids=lambda config: config.kind)
+def test_each_step_names_the_reference_it_used(folder, reference, placement):
+    """By the digest of its weights, with its log-probabilities beside those of policy and behaviour."""
+    backend = _backend(folder, reference)
+    objective = ObjectiveConfig(kl_coefficient=0.1, kl_placement=placement)
+    config = TrainerConfig(steps=9, groups_per_step=1, optimizer=OptimizerConfig(lr=1e-2), reference=reference)
+    trainer = Trainer(backend, config, objective, StalenessConfig(max_staleness=9))
+    trainer.begin()
+    rng, named = np.random.default_rng(1), []
+    for version in range(4):
+        rows = [make_row(rng, f"t{i}", sampled=3 + i) for i in range(2)]
+        expected = backend.reference_digest, backend.reference_logprobs(PackedRows.of_rows(rows)).numpy()
+        (outcome,) = trainer.steps(TrainBatch(groups=(make_group(rows, [1.0, 0.0]),)), version)
+        assert outcome.reference == expected[0]
+        told = np.concatenate([row.reference_logprobs for row in outcome.rows])
+        np.testing.assert_allclose(told, expected[1], atol=1e-6)
+        named.append(outcome.reference)
+    changes = {ReferenceKind.FROZEN: 1, ReferenceKind.PERIODIC: 2, ReferenceKind.EMA: 4}
+    assert len(set(named)) == changes[reference.kind]
+
+
+def test_a_step_without_a_reference_names_none(folder):
+    backend = _backend(folder, FROZEN)
+    config = TrainerConfig(steps=9, groups_per_step=1)
+    trainer = Trainer(backend, config, ObjectiveConfig(), StalenessConfig())
+    trainer.begin()
+    rows = [make_row(np.random.default_rng(1), f"t{i}") for i in range(2)]
+    (outcome,) = trainer.steps(TrainBatch(groups=(make_group(rows, [1.0, 0.0]),)), 0)
+    assert outcome.reference is None
+    assert outcome.rows[0].reference_logprobs is None
 
 
 def test_options_of_other_kinds_are_refused():

@@ -153,6 +153,8 @@ class StepTaken(msgspec.Struct, frozen=True, tag="step_taken.1"):
     """Expert routes. None: no row trained has any."""
     distillation: DistillationMetrics | None = None
     """What was learned from teachers. None: there are none."""
+    reference: str | None = None
+    """Root digest (hex) of the weights of the KL reference that the step used. None: it used none."""
 
 
 class StepRows(msgspec.Struct, frozen=True, tag="step_rows.1"):

@@ -265,5 +265,6 @@ def _step_taken(outcome: StepOutcome, batch: TrainBatch, digest: str, waited_s: 
         weights_digest=digest,
         waited_s=waited_s,
         routes=outcome.routes,
+        reference=outcome.reference,
         distillation=outcome.distillation,
     )

@@ -147,10 +147,14 @@ class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
     mask_codes: np.ndarray
     """int8 [N]: -1 in the gradient, else the index of the MaskReason."""
     advantage: float
-    """Advantage of the trajectory."""
+    """Advantage of the trajectory; the mean over the row's tokens where `advantages` has those."""
     route_changes: np.ndarray | None = None
     """int16 [N]: layers in which the trainer's choice for the input before the token differs from the recorded one.
     None: the row has no routes."""
+    advantages: np.ndarray | None = None
+    """float32 [N]: advantages of the tokens. None: all have the trajectory's."""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [N]: the reference's log-probabilities (`StepOutcome.reference`). None: none were taken."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
@@ -180,6 +184,16 @@ class StepMetrics(msgspec.Struct, frozen=True, tag="step_metrics.1"):
     """Tokens of the rows trained, context included; each counted once, however many forwards it took."""
     step_s: float
     """Seconds the step took."""
+    vocabulary_entropy: float | None = None
+    """Mean entropy over the whole vocabulary. None: the objective has no entropy bonus."""
+    value_loss: float | None = None
+    """The critic's number differentiated. None: there is no critic."""
+    value_clip_fraction: float | None = None
+    """Share of tokens whose value was held back by `objective.value_clip`. None: there is no critic."""
+    explained_variance: float | None = None
+    """1 - var(returns - values) / var(returns). None: there is no critic, or the returns do not vary."""
+    critic_grad_norm: float | None = None
+    """Global norm of the critic's gradient before clipping. None: there is no critic, or it was not asked."""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag="step_outcome.1"):
@@ -201,5 +215,7 @@ class StepOutcome(msgspec.Struct, frozen=True, tag="step_outcome.1"):
     """Expert routes. None: no row trained has any."""
     rows: tuple[RowOutcome, ...]
     """Every row, in batch order."""
+    reference: str | None = None
+    """Root digest (hex) of the weights of the KL reference that the step used. None: it used none."""
     distillation: DistillationMetrics | None = None
     """What was learned from teachers. None: there are none."""
