@@ -182,6 +182,8 @@ class _Rig:
     async def serve(self) -> None:
         """Until standard input closes."""
         await self._server.start()
+        gc.collect()
+        gc.freeze()  # as a run does
         decoder = msgspec.json.Decoder(Call)
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             answer = await self._do(decoder.decode(line))

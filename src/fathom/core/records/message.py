@@ -1,4 +1,7 @@
-"""What agents and models say to each other, in no dialect of any API."""
+"""What agents and models say to each other, in no dialect of any API.
+
+Long conversations are many of these, and none can be part of a cycle: the garbage collector does not look at them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-class ToolCall(msgspec.Struct, frozen=True, tag="tool_call.1"):
+class ToolCall(msgspec.Struct, frozen=True, gc=False, tag="tool_call.1"):
     """A model asks for a tool."""
 
     id: str
@@ -38,7 +41,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call.1"):
         return value if isinstance(value, dict) else None
 
 
-class Message(msgspec.Struct, frozen=True, tag="message.1"):
+class Message(msgspec.Struct, frozen=True, gc=False, tag="message.1"):
     """One message of a conversation."""
 
     role: Role

@@ -136,7 +136,7 @@ class SessionServer:
         try:
             session = self._session(http)
             terms = Terms(sampling=session.plan.sampling, ignored=self._ignored)
-            asked = dialect.read(await self._body(http), terms)
+            asked = dialect.read(await self._body(http), terms, session.history)
         except CallRefusedError as error:
             return refused(dialect, error)
         except ClientDisconnect:

@@ -39,6 +39,7 @@ from fathom.rollout.session.call import (
     TurnCall,
     TurnEnded,
 )
+from fathom.rollout.session.dialects.history import History
 from fathom.rollout.session.matching import Match, Prefixes, Strictness
 from fathom.rollout.session.meter import Meter
 from fathom.rollout.session.plan import Closed, SessionPlan
@@ -88,6 +89,8 @@ class Session:
         self._clock = clock
         self._tree = TokenTree()
         self._prefixes = Prefixes()
+        self.history = History(self._prefixes.settled)
+        """What of a request's history need not be read again."""
         self._answers = Answers()
         self._matched: Counter[Strictness] = Counter()
         self._rendered_whole = 0

@@ -64,6 +64,7 @@ class TokenTree:
         self._nodes: list[Node] = []
         self._prompts: dict[int | None, list[int]] = {}
         self._extended: set[int] = set()
+        self._newest: tuple[int | None, np.ndarray] = (None, np.empty(0, np.int32))
         self.tokens = 0
         """Tokens of all nodes, each once."""
 
@@ -104,15 +105,23 @@ class TokenTree:
         self._extended.add(turn)
 
     def context(self, place: int) -> np.ndarray:
-        """int32 [T]: all tokens from the root to this node, its own included."""
+        """int32 [T], read-only: all tokens from the root to this node, its own included.
+
+        The one asked for last is kept whole beside the nodes: the next turn of a long conversation adds to it.
+        """
+        known, context = self._newest
         parts: list[np.ndarray] = []
         at: int | None = place
-        while at is not None:  # not by `_path`: this is what grows with each turn of a long conversation
+        while at is not None and at != known:
             node = self._nodes[at]
-            parts.append(node.token_ids if isinstance(node, Prompt) else node.sampled.token_ids)
+            parts.append(_token_ids(node))
             at = node.parent
+        parts += [context] if at is not None else []
         parts.reverse()
-        return np.concatenate(parts, dtype=np.int32)
+        context = np.concatenate(parts, dtype=np.int32)
+        context.flags.writeable = False
+        self._newest = place, context
+        return context
 
     def own_tokens(self, place: int) -> np.ndarray:
         """int32: the tokens that this node adds."""

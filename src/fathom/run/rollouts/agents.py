@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -54,6 +55,8 @@ async def agent_runner(
         ignored=frozenset(agent.ignored_parameters),
     )
     await server.start()
+    gc.collect()
+    gc.freeze()  # what lives by now lives to the end: looking through all of it again would hold up every session
     try:
         yield AgentEpisodeRunner(
             sessions=sessions,
@@ -70,6 +73,7 @@ async def agent_runner(
             forget=forget,
         )
     finally:
+        gc.unfreeze()
         await server.close()
 
 

@@ -21,6 +21,7 @@ from fathom.rollout.session.dialects.body import (
     unsupported,
 )
 from fathom.rollout.session.dialects.dialect import STATUS, Asked, Terms, event
+from fathom.rollout.session.dialects.history import History, Keep, read_on
 from fathom.text.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallBegun
 
 _CHANGES_NOTHING = (
@@ -120,16 +121,21 @@ class _Request(msgspec.Struct):
 class ChatCompletions:
     """`POST /v1/chat/completions`."""
 
-    def read(self, body: bytes, terms: Terms) -> Asked:
+    def read(self, body: bytes, terms: Terms, history: History | None = None) -> Asked:
         """See `Dialect.read`."""
+        return read_on(self._read, body, terms, history, "chat.completions")
+
+    def _read(self, body: bytes, terms: Terms, known: tuple[Message, ...], keep: Keep) -> Asked:
         asked = read_body(body, _Request, terms, changes_nothing=_CHANGES_NOTHING, neutral=_NEUTRAL)
         if asked.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", asked.tool_choice)
         limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+        # A model that must call no tool is told of none, and nothing that it says is read as a call.
+        tools = () if asked.tool_choice == "none" else _tools(asked.tools or (), terms)
+        new = (_message(message, place) for place, message in enumerate(asked.messages))
         call = TurnCall(
-            messages=tuple(_message(message, place) for place, message in enumerate(asked.messages)),
-            # A model that must call no tool is told of none, and nothing that it says is read as a call.
-            tools=() if asked.tool_choice == "none" else _tools(asked.tools or (), terms),
+            messages=keep((), (*known, *new), tools),
+            tools=tools,
             max_new_tokens=at_least_one(limit, "max_tokens"),
             sampling=sampling_of(
                 terms,

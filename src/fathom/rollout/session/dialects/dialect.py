@@ -10,6 +10,7 @@ import msgspec
 
 from fathom.core.records.sampling import SamplingParams
 from fathom.rollout.session.call import CallRefusedError, Refusal, TurnBegan, TurnCall, TurnEnded
+from fathom.rollout.session.dialects.history import History
 from fathom.text.chat.deltas import Delta
 
 STATUS: Mapping[Refusal, int] = {
@@ -85,8 +86,11 @@ class Asked:
 class Dialect(Protocol):
     """One API."""
 
-    def read(self, body: bytes, terms: Terms) -> Asked:
-        """A request. Raises CallRefusedError when it cannot be honoured, naming the parameter."""
+    def read(self, body: bytes, terms: Terms, history: History | None = None) -> Asked:
+        """A request. `history`: the session's, so that not all of it is read again; None: there is none.
+
+        Raises CallRefusedError when it cannot be honoured, naming the parameter.
+        """
         ...
 
     def refusal(self, error: CallRefusedError) -> bytes:

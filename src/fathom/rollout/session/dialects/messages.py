@@ -19,6 +19,7 @@ from fathom.rollout.session.dialects.body import (
     unsupported,
 )
 from fathom.rollout.session.dialects.dialect import Asked, Terms
+from fathom.rollout.session.dialects.history import History, Keep, read_on
 from fathom.rollout.session.dialects.messages_writer import MessagesWriter, anthropic_error, arguments_of
 
 _CHANGES_NOTHING = ("metadata", "service_tier", "cache_control", "inference_geo")
@@ -88,18 +89,19 @@ class _Request(msgspec.Struct):
 class Messages:
     """`POST /v1/messages`."""
 
-    def read(self, body: bytes, terms: Terms) -> Asked:
+    def read(self, body: bytes, terms: Terms, history: History | None = None) -> Asked:
         """See `Dialect.read`."""
+        return read_on(self._read, body, terms, history, "messages")
+
+    def _read(self, body: bytes, terms: Terms, known: tuple[Message, ...], keep: Keep) -> Asked:
         asked = read_body(body, _Request, terms, changes_nothing=_CHANGES_NOTHING, neutral=_NEUTRAL)
-        messages: list[Message] = []
-        if system := _text(asked.system, "system", "\n"):
-            messages.append(Message(role=Role.SYSTEM, content=system))
-        for place, message in enumerate(asked.messages):
-            messages += _messages(message, f"messages[{place}]")
+        system = _text(asked.system, "system", "\n")
+        new = [each for at, given in enumerate(asked.messages) for each in _messages(given, f"messages[{at}]")]
+        # A model that must call no tool is told of none, and nothing that it says is read as a call.
+        tools = () if _no_tools(asked.tool_choice, terms) else _tools(asked.tools or (), terms)
         call = TurnCall(
-            messages=tuple(messages),
-            # A model that must call no tool is told of none, and nothing that it says is read as a call.
-            tools=() if _no_tools(asked.tool_choice, terms) else _tools(asked.tools or (), terms),
+            messages=keep((Message(role=Role.SYSTEM, content=system),) if system else (), (*known, *new), tools),
+            tools=tools,
             max_new_tokens=at_least_one(asked.max_tokens, "max_tokens"),
             sampling=sampling_of(terms, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k),
             stop_strings=stop_strings(asked.stop_sequences, "stop_sequences"),

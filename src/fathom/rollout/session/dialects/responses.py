@@ -12,6 +12,7 @@ from fathom.rollout.session.call import CallRefusedError, TurnCall
 from fathom.rollout.session.dialects.body import at_least_one, not_text, read_body, sampling_of, unsupported
 from fathom.rollout.session.dialects.chat_completions import function_tool, openai_error
 from fathom.rollout.session.dialects.dialect import Asked, Terms
+from fathom.rollout.session.dialects.history import History
 from fathom.rollout.session.dialects.responses_writer import Echo, ResponsesWriter
 
 _CHANGES_NOTHING = (
@@ -89,8 +90,8 @@ class _Request(msgspec.Struct):
 class Responses:
     """`POST /v1/responses`."""
 
-    def read(self, body: bytes, terms: Terms) -> Asked:
-        """See `Dialect.read`."""
+    def read(self, body: bytes, terms: Terms, history: History | None = None) -> Asked:
+        """See `Dialect.read`. Items of an answer are joined to one message, so all of it is read each time."""
         asked = read_body(body, _Request, terms, changes_nothing=_CHANGES_NOTHING, neutral=_NEUTRAL)
         if asked.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", asked.tool_choice)
