@@ -130,11 +130,11 @@ class RunProcess:
         assert self.process.pid is not None
         (os.killpg if group else os.kill)(self.process.pid, number)
 
-    def wait(self, within_s: float = 60.0) -> int:
-        """The exit code, after everything it had started is gone too."""
+    def wait(self, within_s: float = 60.0, gone_s: float = 5.0) -> int:
+        """The exit code, after everything it had started is gone too, within another `gone_s`."""
         self.process.join(within_s)
         assert self.process.exitcode is not None, f"it runs after {within_s} s"
-        require_gone(self._mark)
+        require_gone(self._mark, gone_s)
         return self.process.exitcode
 
 

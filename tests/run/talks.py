@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from pydantic import Field
 
@@ -36,6 +38,10 @@ class TalkOptions(Section):
     """Folder where members find out who is the first. Of `fault` only."""
     tasks: int = Field(default=8, gt=0)
     """Tasks."""
+    endpoints: str = ""
+    """Folder in which each episode leaves its endpoint, as a JSON file. Empty: none does."""
+    patient: bool = True
+    """Asks again after a failure of the engine."""
 
 
 class Talk:
@@ -49,12 +55,15 @@ class Talk:
         await self.fault("boot")
 
     async def act(self, endpoint: Endpoint) -> None:
+        if self.options.endpoints:
+            leave(endpoint, Path(self.options.endpoints))
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"hello {self.task.id}"}]
         if self.task.answer == "act:retry":
             await ask_twice(endpoint, messages)
             return
         for turn in range(self.options.turns):
-            messages = await tool_loop(endpoint, messages, timeout_s=30.0)
+            ask = tool_loop if self.options.patient else ask_once
+            messages = await ask(endpoint, messages, timeout_s=30.0)
             if messages[-1]["role"] != "assistant":
                 break  # no room for more
             messages.append({"role": "user", "content": f"more {turn}"})
@@ -98,6 +107,25 @@ async def ask_twice(endpoint: Endpoint, messages: list[dict[str, Any]]) -> None:
             "/v1/chat/completions", json=body, timeout=30.0, headers={"x-stainless-retry-count": "1"}
         )
         again.raise_for_status()
+
+
+async def ask_once(endpoint: Endpoint, messages: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """One answer; a failure is raised at once."""
+    headers = {"authorization": f"Bearer {endpoint.key}"}
+    async with httpx.AsyncClient(
+        base_url=endpoint.base_url, headers=headers, timeout=timeout_s, verify=False
+    ) as client:
+        response = await client.post("/v1/chat/completions", json={"model": endpoint.model, "messages": messages})
+    if response.status_code == 400:
+        return messages  # no room for more
+    return [*messages, response.raise_for_status().json()["choices"][0]["message"]]
+
+
+def leave(endpoint: Endpoint, folder: Path) -> None:
+    """Whole or not at all."""
+    part = folder / f"{time.monotonic_ns()}-{os.getpid()}.part"
+    part.write_bytes(msgspec.json.encode(endpoint))
+    part.rename(part.with_suffix(".json"))
 
 
 class Talks:

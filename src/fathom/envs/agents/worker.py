@@ -10,6 +10,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, final
 
 from fathom.core.errors import CutShortError, UngradedError
@@ -44,11 +45,13 @@ class _Worker:
         self._episode: AgentEpisode | None = None
 
     async def run(self) -> None:
-        """Until the line is closed."""
+        """Until the line is closed, or the run has died."""
         loop, phases = asyncio.get_running_loop(), FrameReader(Phase)
-        while data := await loop.sock_recv(self._line, _READ_BYTES):
-            for phase in phases.feed(data):
-                await loop.sock_sendall(self._line, frame(await self._within(phase)))
+        with suppress(ConnectionError):
+            while data := await loop.sock_recv(self._line, _READ_BYTES):
+                for phase in phases.feed(data):
+                    ended = frame(await self._within(phase))
+                    await loop.sock_sendall(self._line, ended)
 
     async def _within(self, phase: Phase) -> PhaseEnded:
         """A phase under its limit."""
