@@ -116,6 +116,16 @@ def test_trace_of_a_dropped_trajectory_says_why(runs_dir: Path) -> None:
     assert "dropped: age" in done.output
 
 
+def test_trace_names_the_steps_with_unusual_gradients_and_what_is_behind_them(runs_dir: Path) -> None:
+    done = call("trace", runs_dir / NAME, "--worst", 2, "--limit", 1)
+    assert done.exit_code == 0
+    assert done.output.count("gradient") == 2
+    assert "share" in done.output
+    found = json.loads(call("trace", runs_dir / NAME, "--worst", 3, "--json").output)
+    assert len(found) == 3
+    assert all(sum(part["share"] for part in step["parts"]) == pytest.approx(1.0) for step in found)
+
+
 def test_audit_passes_and_fails_by_exit_code(runs_dir: Path, tmp_path: Path) -> None:
     assert call("audit", runs_dir / NAME).exit_code == 0
     damaged = write_run(tmp_path / "damaged")
@@ -134,7 +144,7 @@ def test_audit_passes_and_fails_by_exit_code(runs_dir: Path, tmp_path: Path) -> 
         (("show", "synthetik"), 2, "did you mean synthetic?"),
         (("trace", "synthetic", "--step", 99), 1, "there is no step 99; the run has steps 1 to 12"),
         (("trace", "synthetic", "--trajectory", "x/y"), 1, "no trajectory 'x/y'"),
-        (("trace", "synthetic", "--trajectory", "x", "--step", 1), 2, "not both"),
+        (("trace", "synthetic", "--trajectory", "x", "--step", 1), 2, "give one of --step, --trajectory and --worst"),
         (("show", "synthetic", "--jsn"), 2, "No such option"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from fathom.core.errors import ConfigError
 from fathom.core.ids import TrajectoryId
 from fathom.evidence.runs import find_run, ledger_of, tokenizer_of
 from fathom.evidence.trace import BranchTrace, TokenTrace, trace_step, trace_trajectory
+from fathom.evidence.worst import WorstStep, worst_steps
 from fathom.ledger.reader import LedgerReader
 from fathom.text.tokenizer import Tokenizer
 
@@ -26,6 +27,12 @@ _FAR_RATIO = 1.2
 
 Step = Annotated[int | None, typer.Option("--step", help="the rows of this step [default: the newest]")]
 Trajectory = Annotated[str | None, typer.Option("--trajectory", metavar="ID", help="this trajectory")]
+Worst = Annotated[
+    int | None,
+    typer.Option(
+        "--worst", min=1, metavar="N", help="the N steps with the most unusual gradients, and what is behind them"
+    ),
+]
 Limit = Annotated[int, typer.Option("--limit", min=1, help="rows to show of a step")]
 
 
@@ -33,14 +40,19 @@ def trace(
     run: RunName,
     step: Step = None,
     trajectory: Trajectory = None,
+    worst: Worst = None,
     limit: Limit = _DEFAULT_LIMIT,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Where tokens came from and what a step made of them."""
-    if step is not None and trajectory is not None:
-        raise ConfigError("give --step or --trajectory, not both")
+    if sum(given is not None for given in (step, trajectory, worst)) > 1:
+        raise ConfigError("give one of --step, --trajectory and --worst")
     folder = find_run(run, runs_dir)
+    if worst is not None:
+        with LedgerReader(ledger_of(folder)) as reader:
+            _show_worst(worst_steps(reader, worst, parts=limit), as_json=as_json)
+        return
     with LedgerReader(ledger_of(folder)) as reader:
         if trajectory is not None:
             branches = trace_trajectory(reader, TrajectoryId(trajectory))
@@ -57,6 +69,55 @@ def trace(
         console.print(_heading(branch, text_of))
         console.print(_tokens(branch, text_of))
         console.print()
+
+
+def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(steps)))
+        return
+    console = Console()
+    for step in steps:
+        console.print(_norm(step))
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        for column in (
+            "trajectory",
+            "task",
+            "share",
+            "reward",
+            "advantage",
+            "tokens",
+            "refused",
+            "log ratio",
+            "weight",
+        ):
+            table.add_column(column, justify="left" if column in ("trajectory", "task") else "right")
+        for part in step.parts:
+            table.add_row(
+                part.trajectory,
+                part.task,
+                f"{part.share:.1%}",
+                "-" if part.reward is None else f"{part.reward:g}",
+                f"{part.advantage:+.3f}",
+                str(part.tokens),
+                Text(str(part.non_finite), style="red" if part.non_finite else ""),
+                "-" if part.largest_log_ratio is None else f"{part.largest_log_ratio:.3f}",
+                f"{part.largest_weight:.3f}",
+            )
+        console.print(table)
+        console.print()
+
+
+def _norm(step: WorstStep) -> Text:
+    norm = step.norm
+    line = Text(f"step {norm.step}", style="bold")
+    line.append(f", gradient {norm.grad_norm:.4g}", style="red" if step.anomalous else "")
+    if norm.ratio is not None:
+        line.append(f", {norm.ratio:.2f} times the median of those before")
+    if norm.robust_z is not None:
+        line.append(f" (robust z {norm.robust_z:+.1f})")
+    if norm.non_finite_tokens:
+        line.append(f", {norm.non_finite_tokens} tokens refused as not finite", style="red")
+    return line.append(f"; {norm.why_not}" if norm.why_not else "")
 
 
 def _texts(folder: Path) -> Callable[[int], str]:

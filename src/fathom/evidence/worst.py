@@ -1,0 +1,212 @@
+"""The steps whose gradient was out of the ordinary, and the trajectories behind them.
+
+The norm of a step (before clipping) is compared with those of the steps just before it: with their median, and by the
+robust z of its logarithm, log norm - median, over 1.4826 times the median absolute deviation. The part of a trajectory
+is its share of the step's sum of |weight x advantage| over the tokens in the gradient: what it could move, whatever its
+own gradient is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from fathom.core.errors import LedgerError
+from fathom.core.ids import TaskId, TrajectoryId
+from fathom.core.records.step import MaskReason, RowOutcome
+from fathom.ledger.events import StepTaken
+from fathom.ledger.reader import LedgerReader
+
+WINDOW = 50
+"""Steps before one that it is compared with."""
+FEWEST = 8
+"""With fewer before it a step is compared with nothing."""
+ANOMALOUS_RATIO = 3.0
+"""A norm is anomalous from this many medians on ..."""
+ANOMALOUS_Z = 6.0
+"""... if its robust z is at least this too."""
+_TO_DEVIATION = 1.4826
+_SMALLEST_DEVIATION = 0.05
+"""Of log norms: below 5 % nothing is called a deviation."""
+_NON_FINITE = list(MaskReason).index(MaskReason.NON_FINITE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormJudged:
+    """The gradient norm of a step beside those before it."""
+
+    step: int
+    """The step."""
+    grad_norm: float
+    """Global norm before clipping; may not be finite."""
+    median: float | None
+    """Median of the finite norms of up to 50 steps before it. None: there are fewer than 8."""
+    ratio: float | None
+    """The norm in medians. None: there is no median, or it is 0."""
+    robust_z: float | None
+    """Robust z of its logarithm. None: there is no median, or a norm is 0."""
+    non_finite_tokens: int
+    """Tokens refused for a log-probability that is not finite."""
+    why_not: str
+    """Why the weights did not change. Empty: they did."""
+
+    @property
+    def anomalous(self) -> bool:
+        """It is not finite, or far above those before it."""
+        if not math.isfinite(self.grad_norm):
+            return True
+        if self.ratio is None or self.robust_z is None:
+            return False
+        return self.ratio >= ANOMALOUS_RATIO and self.robust_z >= ANOMALOUS_Z
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a trajectory had in a step."""
+
+    trajectory: TrajectoryId
+    """The trajectory."""
+    task: TaskId
+    """Its task."""
+    reward: float | None
+    """Its reward. None: ungraded."""
+    advantage: float
+    """Mean advantage over its tokens with loss."""
+    share: float
+    """Share of the step's sum of |weight x advantage|; 0 where that is 0."""
+    tokens: int
+    """Its tokens in the gradient."""
+    non_finite: int
+    """Its tokens that were refused for a log-probability that is not finite."""
+    largest_log_ratio: float | None
+    """Largest |log trainer - log behaviour| of its tokens. None: none is finite."""
+    largest_weight: float
+    """Largest correction weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstStep:
+    """A step, and the trajectories with the largest parts in it."""
+
+    norm: NormJudged
+    """Its norm."""
+    anomalous: bool
+    """The norm is out of the ordinary."""
+    parts: tuple[Part, ...]
+    """Those with refused tokens first, then by share, largest first."""
+
+
+def judge_norms(steps: Sequence[StepTaken]) -> list[NormJudged]:
+    """The norms of steps in the order they were taken. Steps without a token in the gradient are left out."""
+    before: deque[float] = deque(maxlen=WINDOW)
+    judged: list[NormJudged] = []
+    for step in steps:
+        norm = step.metrics.grad_norm
+        if step.metrics.tokens:
+            judged.append(_judge(step, list(before)))
+        elif step.metrics.non_finite_tokens:
+            judged.append(_judge(step, []))
+        if step.metrics.tokens and math.isfinite(norm):
+            before.append(norm)
+    return judged
+
+
+def worst_steps(reader: LedgerReader, count: int, *, parts: int = 3) -> list[WorstStep]:
+    """The `count` steps furthest above those before them, worst first, each with its `parts` largest trajectories.
+
+    Steps with refused tokens or a norm that is not finite come before all others. Raises LedgerError before the first
+    step.
+    """
+    entries = {entry.event.number: entry for entry in reader.events(StepTaken)}
+    if not entries:
+        raise LedgerError("no step has been taken yet")
+    judged = judge_norms([entry.event for entry in entries.values()])
+    ranked = sorted(judged, key=_badness, reverse=True)[:count]
+    return [
+        WorstStep(norm=norm, anomalous=norm.anomalous, parts=_parts(reader, entries[norm.step].seq, parts))
+        for norm in ranked
+    ]
+
+
+def _judge(step: StepTaken, before: list[float]) -> NormJudged:
+    norm = step.metrics.grad_norm
+    middle = median(before) if len(before) >= FEWEST else None
+    return NormJudged(
+        step=step.number,
+        grad_norm=norm,
+        median=middle,
+        ratio=norm / middle if middle else None,
+        robust_z=_robust_z(norm, before) if middle else None,
+        non_finite_tokens=step.metrics.non_finite_tokens,
+        why_not=step.why_not,
+    )
+
+
+def _robust_z(norm: float, before: list[float]) -> float | None:
+    if not math.isfinite(norm) or norm <= 0 or min(before) <= 0:
+        return None
+    logs = [math.log(each) for each in before]
+    middle = median(logs)
+    deviation = _TO_DEVIATION * median([abs(each - middle) for each in logs])
+    return (math.log(norm) - middle) / max(deviation, _SMALLEST_DEVIATION)
+
+
+def _badness(norm: NormJudged) -> tuple[bool, bool, bool, float, int]:
+    """Later steps first among equals."""
+    z = norm.robust_z if norm.robust_z is not None else -math.inf
+    return (not math.isfinite(norm.grad_norm), norm.non_finite_tokens > 0, norm.anomalous, z, norm.step)
+
+
+def _parts(reader: LedgerReader, seq: int, count: int) -> tuple[Part, ...]:
+    by_trajectory: dict[TrajectoryId, list[RowOutcome]] = {}
+    for row in reader.outcomes(seq):
+        by_trajectory.setdefault(row.trajectory, []).append(row)
+    masses = {name: sum(_mass(row) for row in rows) for name, rows in by_trajectory.items()}
+    refused = {name: sum(_refused(row) for row in rows) for name, rows in by_trajectory.items()}
+    chosen = sorted(by_trajectory, key=lambda name: (refused[name], masses[name]), reverse=True)[:count]
+    total = sum(masses.values())
+    return tuple(
+        _part(reader, name, by_trajectory[name], masses[name] / total if total else 0.0, refused[name])
+        for name in chosen
+    )
+
+
+def _part(reader: LedgerReader, name: TrajectoryId, rows: list[RowOutcome], share: float, refused: int) -> Part:
+    stored = reader.trajectory(name)
+    branches = stored.trajectory.payload.branches
+    ratios: list[np.ndarray] = []
+    for row in rows:
+        branch = branches[row.branch]
+        order = (np.cumsum(branch.sampled) - 1)[row.positions]
+        ratios.append(np.abs(row.trainer_logprobs - branch.logprobs[order]))
+    log_ratios = np.concatenate(ratios)
+    finite = log_ratios[np.isfinite(log_ratios)]
+    return Part(
+        trajectory=name,
+        task=stored.trajectory.header.task,
+        reward=stored.entry.reward,
+        advantage=float(np.concatenate([_advantages(row) for row in rows]).mean(dtype=np.float64)),
+        share=share,
+        tokens=sum(int((row.mask_codes < 0).sum()) for row in rows),
+        non_finite=refused,
+        largest_log_ratio=float(finite.max()) if len(finite) else None,
+        largest_weight=max(float(row.weights.max(initial=0.0)) for row in rows),
+    )
+
+
+def _advantages(row: RowOutcome) -> np.ndarray:
+    return row.advantages if row.advantages is not None else np.full(len(row.positions), row.advantage)
+
+
+def _mass(row: RowOutcome) -> float:
+    here = row.mask_codes < 0
+    return float(np.abs(row.weights[here] * _advantages(row)[here]).sum(dtype=np.float64))
+
+
+def _refused(row: RowOutcome) -> int:
+    return int((row.mask_codes == _NON_FINITE).sum())
