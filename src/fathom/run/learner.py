@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar, final
 
 import numpy as np
-from torch import Tensor
 
 from fathom.config.trainer import WarmStartConfig
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.row import Row, row_of_text
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.run.stop import Stop
+from fathom.run.weights.adapters import Outgoing
 from fathom.sync.digest import digest
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.trainer import Trainer
@@ -28,16 +29,22 @@ T = TypeVar("T")
 class Learner:
     """Owns the thread in which everything of the trainer runs, one call at a time."""
 
-    def __init__(self, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor, *, merges: bool
+    ) -> None:
         """`thread` is a pool of one; see `start`."""
+        self._merges = merges
+        self._outgoing: tuple[int, Outgoing] | None = None
         self._trainer = trainer
         self._backend = backend
         self._stop = stop
         self._thread = thread
 
     @classmethod
-    async def start(cls, load: Callable[[], tuple[Trainer, Backend]], stop: Stop) -> Self:
+    async def start(cls, load: Callable[[], tuple[Trainer, Backend]], stop: Stop, *, merges: bool = False) -> Self:
         """Load the trainer in the thread that will use it: torch's threads are then made there, and only there.
+
+        `merges`: an adapter goes out merged into the whole model.
 
         Raises what `load` raises.
         """
@@ -47,16 +54,21 @@ class Learner:
         except BaseException:
             thread.shutdown(wait=False, cancel_futures=True)
             raise
-        return cls(trainer, backend, stop, thread)
+        return cls(trainer, backend, stop, thread, merges=merges)
 
     @property
     def version(self) -> int:
         """Optimizer steps behind the weights."""
         return self._trainer.version
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The cast tensors; they must not be read while a step runs."""
-        return self._backend.weights()
+    @property
+    def adapter(self) -> AdapterIdentity | None:
+        """The adapter that is trained. None: the whole model is."""
+        return self._backend.adapter
+
+    async def outgoing(self) -> Outgoing:
+        """What is published of the current version; it must not be read while a step runs."""
+        return await self._call(self._take_out)
 
     async def steps(self, batch: TrainBatch, version: int) -> AsyncIterator[StepOutcome]:
         """Train on a batch, one outcome after each step. Raises StepStoppedError when the run is asked to end."""
@@ -92,8 +104,8 @@ class Learner:
         return await self.logprobs([row_of_text(text) for text in texts])
 
     async def digest(self) -> str:
-        """Root digest (hex) of the cast weights."""
-        return await self._call(lambda: digest(self._backend.weights()))
+        """Root digest (hex) of what is published of the current version."""
+        return await self._call(lambda: digest(self._take_out().tensors))
 
     async def save(self, write: Callable[[Callable[[Path], None]], T]) -> T:
         """Run `write`, which is given the function that saves the trainer into a folder."""
@@ -102,6 +114,15 @@ class Learner:
     async def load(self, folder: Path) -> None:
         """Become what a checkpoint holds."""
         await self._call(lambda: self._backend.load(folder))
+
+    def _take_out(self) -> Outgoing:
+        """Merging takes long, and each version is asked for twice."""
+        if not self._merges:
+            return Outgoing(tensors=self._backend.weights(), adapter=self._backend.adapter, merging=None)
+        if self._outgoing is None or self._outgoing[0] != self.version:
+            tensors, merging = self._backend.whole()
+            self._outgoing = self.version, Outgoing(tensors=tensors, adapter=None, merging=merging)
+        return self._outgoing[1]
 
     def close(self) -> None:
         """Let the thread end after the forward it is in."""

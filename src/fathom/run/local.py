@@ -15,6 +15,7 @@ from fathom.buffer.clock import Clock
 from fathom.buffer.group_buffer import GroupBuffer
 from fathom.buffer.source import OccurrenceSource
 from fathom.config.run import RunConfig
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError, RunStoppedError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Engine
@@ -41,11 +42,13 @@ from fathom.run.resolve import Resolved
 from fathom.run.rollouts.agents import agent_runner
 from fathom.run.rollouts.demonstrating import played_demonstrations
 from fathom.run.rollouts.evaluation import Evaluator
+from fathom.run.rollouts.of_adapter import OfAdapter
 from fathom.run.rollouts.players import Players
 from fathom.run.starting_weights import require_devices, starting_weights
 from fathom.run.stop import Stop
 from fathom.run.teachers.opening import open_teachers
 from fathom.run.teachers.teaching import Teaching
+from fathom.run.weights.adapters import adapter_start, merges, served_form
 from fathom.run.weights.delivery import Delivery
 from fathom.run.weights.desk import Desk
 from fathom.run.weights.fleet import Fleet
@@ -112,7 +115,7 @@ async def _run(
 ) -> str:
     config = resolved.config
     model_folder = starting_weights(resolved.model, config.model.tiny, config.seed, folder)
-    learner = await Learner.start(partial(_load_trainer, config, model_folder), stop)
+    learner = await Learner.start(partial(_load_trainer, config, model_folder), stop, merges=merges(config))
     fleet = _fleet(config, folder, model_folder, recorder, launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
     buffer = _buffer(resolved, recorder.incarnation)
@@ -124,7 +127,7 @@ async def _run(
             else:
                 await _go_on(newest, folder, learner, buffer, recorder)
         async with (
-            _runner(resolved, players, fleet, recorder.incarnation) as runner,
+            _runner(resolved, players, fleet, recorder.incarnation, learner.adapter) as runner,
             _taught(resolved, runner, fleet, folder, recorder, launcher) as taught,
         ):
             pipeline = Pipeline(
@@ -154,7 +157,16 @@ async def _run(
 
 
 @asynccontextmanager
-async def _runner(resolved: Resolved, players: Players, fleet: Fleet, incarnation: int) -> AsyncGenerator[Runner]:
+async def _runner(
+    resolved: Resolved, players: Players, fleet: Fleet, incarnation: int, adapter: AdapterIdentity | None
+) -> AsyncGenerator[Runner]:
+    """Plays episodes, and writes into them which adapter was active."""
+    async with _compared(resolved, players, fleet, incarnation) as runner:
+        yield runner if adapter is None else OfAdapter(runner, adapter)
+
+
+@asynccontextmanager
+async def _compared(resolved: Resolved, players: Players, fleet: Fleet, incarnation: int) -> AsyncGenerator[Runner]:
     """Plays episodes of the task's kind; together, where members of a group are compared."""
     config = resolved.config
     async with _episodes(resolved, players, fleet, incarnation) as episodes:
@@ -259,7 +271,8 @@ async def _demonstrations(resolved: Resolved, players: Players, count: int, reco
 
 
 def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:
-    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned)
+    start = adapter_start(config.lora, config.name, config.seed, config.model.path)
+    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned, adapter=start)
     return Trainer(backend, config.trainer, config.objective, config.staleness), backend
 
 
@@ -281,6 +294,7 @@ def _fleet(
                 dtype=config.trainer.dtype,
                 device=config.engine.device,
                 threads=config.engine.threads,
+                adapter=served_form(config),
                 aligned=config.model.aligned,
                 speculation=config.engine.speculation,
                 draft_tokens=config.engine.draft_tokens,

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from secrets import token_urlsafe
 
-from fathom.config.families import EngineKind, FabricKind, OptimizerKind, Tracker, TransportKind
+from fathom.config.families import EngineKind, FabricKind, LoraPublish, OptimizerKind, Tracker, TransportKind
 from fathom.config.rollout import EngineConfig
 from fathom.config.run import RunConfig
 from fathom.config.sync import PeerConfig, SyncConfig
@@ -138,6 +138,10 @@ def check_engine(config: RunConfig, able: Capabilities) -> None:
         (
             able.ids_scored or config.distillation is None or not asks_student(config.distillation),
             "distillation.set of the student's likeliest ids (its capability `ids_scored`)",
+        ),
+        (
+            able.adapters or config.lora is None or config.lora.publish is LoraPublish.MERGED,
+            "[lora] with lora.publish = 'adapter' (its capability `adapters`; 'merged' needs none)",
         ),
         (able.routes or not config.rollout.record_routes, "rollout.record_routes (its capability `routes`)"),
         (able.kv_versions, "staleness.max_kv_staleness (its capability `kv_versions`)"),

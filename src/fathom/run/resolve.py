@@ -12,6 +12,7 @@ from fathom.core.errors import ConfigError
 from fathom.core.ports.agent import AgentEnvironment, DemonstratedAgentEnvironment
 from fathom.core.ports.environment import DemonstratedEnvironment, Task
 from fathom.envs.registry import AnyEnvironment, build_environment, require_environment
+from fathom.run.lora_checks import check_lora
 from fathom.run.preflight import check_machine
 from fathom.run.starting_model import StartingModel
 from fathom.run.teachers.assignment import Assignment, assign
@@ -90,6 +91,7 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
     """
     model = StartingModel.of(config.model)
     _check_model(config, model)
+    check_lora(config.lora, config.name, model, config.engine.kind)
     check_machine(config, model.size_bytes)
     if environment is None:
         environment = build_environment(config.task.kind, config.task.options)

@@ -30,7 +30,7 @@ from fathom.run.tuning.course import Course
 from fathom.run.tuning.plan import PreferencePlan, SupervisedPlan, TuningPlan
 from fathom.run.tuning.preference import PreferenceRun
 from fathom.run.tuning.supervised import SupervisedRun
-from fathom.sync.adapters.adopt import AdapterStart
+from fathom.run.weights.adapters import adapter_start
 from fathom.sync.digest import digest
 from fathom.trainer.backends.state import MODEL_FOLDER
 from fathom.trainer.backends.torch_backend import TorchBackend
@@ -193,11 +193,7 @@ class _Driver:
 
 def _load(plan: TuningPlan, source: Path, folder: Path) -> tuple[TorchBackend, Course]:
     config = plan.config
-    adapter = None
-    if config.lora is not None:
-        start = None if config.lora.start_from is None else Path(config.lora.start_from)
-        form = config.lora.form(config.name)
-        adapter = AdapterStart(form=form, seed=config.seed, folder=start, base=config.model.path or "")
+    adapter = adapter_start(config.lora, config.name, config.seed, config.model.path)
     backend = TorchBackend(source, config.trainer.for_backend(plan.prepared.steps), adapter=adapter)
     match plan:
         case SupervisedPlan():

@@ -20,6 +20,7 @@ from fathom.core.errors import ConfigError, DataError, MissingDependencyError
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.message import Message, Role
 from fathom.envs.conversations import ConversationRow, PairRow, read_conversations, read_pairs
+from fathom.run.lora_checks import check_lora
 from fathom.run.starting_model import StartingModel
 from fathom.text.chat.demonstrations import ConversationRenderer, demonstrations
 from fathom.text.chat.plain_renderer import PlainRenderer
@@ -247,6 +248,7 @@ def _row_ids(rows: Sequence[Demonstration]) -> tuple[bytes, ...]:
 
 def _text_of(config: TuningConfig) -> tuple[StartingModel, ConversationRenderer]:
     model = StartingModel.of(ModelConfig(path=config.model.path, tiny=config.model.tiny))
+    check_lora(config.lora, config.name, model, None)
     return model, _renderer(config.model, model)
 
 

@@ -17,6 +17,7 @@ from fathom.core.records.step import Mismatch
 from fathom.ledger.events import PublicationCancelled, Published
 from fathom.run.history.recorder import Recorder
 from fathom.run.learner import Learner
+from fathom.run.weights.adapters import Outgoing
 from fathom.run.weights.fleet import Fleet
 from fathom.sync.probe import TOLERANCES, Probe
 from fathom.sync.publication import Publication
@@ -107,7 +108,8 @@ class Delivery:
         written: asyncio.Event,
         delivered: Callable[[PolicyVersion], None],
     ) -> None:
-        publication = await self._publish(number, probe, written)
+        outgoing = await self._learner.outgoing()
+        publication = await self._publish(number, outgoing, probe, written)
         if publication is None:
             return
         delivered(publication.version)
@@ -128,6 +130,8 @@ class Delivery:
                 fenced=tuple(publication.fenced),
                 gap=gap,
                 cast_digest=publication.cast_digest,
+                adapter=outgoing.adapter,
+                merging=outgoing.merging,
             )
         )
 
@@ -144,11 +148,19 @@ class Delivery:
             tolerance=self._config.sync.probe_tolerance or TOLERANCES[dtype],
         )
 
-    async def _publish(self, number: int, probe: Probe | None, written: asyncio.Event) -> Publication | None:
+    async def _publish(
+        self, number: int, outgoing: Outgoing, probe: Probe | None, written: asyncio.Event
+    ) -> Publication | None:
         """One attempt. None: it failed, and enough engines are whole for another one."""
         try:
             publication = await self._fleet.publisher.publish(
-                self._learner.weights(), number, self._incarnation, self._config.rollout.in_flight, written, probe
+                outgoing.tensors,
+                number,
+                self._incarnation,
+                self._config.rollout.in_flight,
+                written,
+                probe,
+                outgoing.adapter,
             )
         except (DeliveryError, PayloadError) as error:
             version = PolicyVersion(incarnation=self._incarnation, number=number, digest="")

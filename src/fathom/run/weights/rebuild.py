@@ -89,7 +89,9 @@ def rebuild(run: Path, number: int, incarnation: int | None, out: Path) -> Polic
     # Without a process that drops versions nothing has to be held, and the store need not be written to.
     with Lease(store, version) if is_running(run) else nullcontext():
         reader.materialise(version, weights, None)
-    write_version(model_files(store), version, weights, out)
+    config = RunFolder(run).config()
+    base = config.model.path or str(RunFolder(run).model.absolute())
+    write_version(model_files(store), version, weights, out, link.manifest.adapter, base)
     return version
 
 

@@ -13,6 +13,7 @@ from typing import final
 
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError, DeliveryError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
@@ -48,6 +49,7 @@ class FolderReceiver:
         self._files = files
         self._keep = keep
         self._form: list[tuple[str, str, tuple[int, ...]]] = []
+        self._adapter: AdapterIdentity | None = None
         self._memory = MemoryReceiver(name, {})
 
     @property
@@ -68,10 +70,10 @@ class FolderReceiver:
     async def stage(self, manifest: Manifest, source: WeightSource) -> StageReport:
         """Receive into memory, on top of the version before it where that is in memory."""
         form = [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
-        if form != self._form:
+        if form != self._form or manifest.adapter != self._adapter:
             self._memory.close()
-            self._memory = MemoryReceiver(self.id, blank(manifest))
-            self._form = form
+            self._memory = MemoryReceiver(self.id, blank(manifest), adapter=manifest.adapter)
+            self._form, self._adapter = form, manifest.adapter
         return await self._memory.stage(manifest, source)
 
     async def verify(self) -> VerifyReport:
@@ -115,7 +117,7 @@ class FolderReceiver:
         folder = self._root / version.name
         found = version_in(folder)
         if found is None:
-            write_version(self._files, version, weights, folder)
+            write_version(self._files, version, weights, folder, self._adapter)
         elif found != version:
             raise ConfigError(
                 f"{folder} holds another {version.name}, with the digest {found.digest}: it is of another run; follow "

@@ -12,9 +12,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError, DeliveryError, PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest
+from fathom.model.lora.peft_folder import read_tensors, write_adapter
 from fathom.model.model_folder import read_model, served_dtype, write_model
 from fathom.sync.digest import digest, shaped
 from fathom.sync.follow.model_files import CONFIG_FILE
@@ -41,9 +43,15 @@ def blank(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def write_version(
-    files: Mapping[str, bytes], version: PolicyVersion, weights: Mapping[str, Tensor], folder: Path
+    files: Mapping[str, bytes],
+    version: PolicyVersion,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    adapter: AdapterIdentity | None = None,
+    base: str = "",
 ) -> None:
-    """Write a version as a folder that `transformers`, this project and most engines load.
+    """Write a version as a folder that `transformers`, this project and most engines load; of an adapter, as one that
+    `peft` loads.
 
     It is written beside its place, read back by the code that trains and serves, compared with the version's digest,
     flushed to the medium and only then given its name.
@@ -53,6 +61,8 @@ def write_version(
         version: what the weights are.
         weights: on the CPU, as they were published.
         folder: must not exist.
+        adapter: whose tensors they are. None: a whole model's.
+        base: what the base of an adapter is called. Empty: its folder does not say, but for the digest.
 
     Raises:
         ConfigError: `folder` exists, or `files` describe no model.
@@ -64,12 +74,16 @@ def write_version(
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        write_model(files[CONFIG_FILE], weights, unfinished)
+        if adapter is None:
+            write_model(files[CONFIG_FILE], weights, unfinished)
+        else:
+            write_adapter(adapter, weights, base, unfinished)
         for name, content in files.items():
             if name != CONFIG_FILE:
                 (unfinished / name).write_bytes(content)
         (unfinished / VERSION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(version)))
-        found = digest(read_model(unfinished, served_dtype(weights)))
+        back = read_model(unfinished, served_dtype(weights)) if adapter is None else read_tensors(unfinished, weights)
+        found = digest(back)
         if found != version.digest:
             raise PayloadError(f"{version.name} read back from its folder has the digest {found}, not {version.digest}")
         for path in (*unfinished.iterdir(), unfinished):
