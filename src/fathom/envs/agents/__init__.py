@@ -2,6 +2,7 @@
 
 from fathom.envs.agents.command import AgentExitError, CommandAgent
 from fathom.envs.agents.processes import AgentProcesses
+from fathom.envs.agents.script import calls, says
 from fathom.envs.agents.tool_loop import AsyncTool, tool_loop
 
-__all__ = ["AgentExitError", "AgentProcesses", "AsyncTool", "CommandAgent", "tool_loop"]
+__all__ = ["AgentExitError", "AgentProcesses", "AsyncTool", "CommandAgent", "calls", "says", "tool_loop"]

@@ -5,12 +5,11 @@ solution/dialogue.json:  {"commands": ["wc -l < a", "echo 7 > b"], "answer": "do
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 
 from fathom.core.errors import DataError
-from fathom.core.records.message import Message, Role, ToolCall
+from fathom.core.records.message import Message
+from fathom.envs.agents.script import calls, says
 from fathom.envs.harbor.actors import BASH
 from fathom.envs.harbor.folder import HarborTask
 
@@ -36,9 +35,4 @@ def read_script(task: HarborTask) -> tuple[Message, ...]:
         script = msgspec.json.decode(path.read_bytes(), type=_Script)
     except (OSError, msgspec.DecodeError) as error:
         raise DataError(f"{path} is no script of a dialogue: {error}") from error
-    calls = [
-        ToolCall(id=f"call_{number}", name=BASH, arguments=json.dumps({"command": command}, ensure_ascii=False))
-        for number, command in enumerate(script.commands)
-    ]
-    asking = [Message(role=Role.ASSISTANT, content="", tool_calls=(call,)) for call in calls]
-    return (*asking, Message(role=Role.ASSISTANT, content=script.answer))
+    return (*(calls(BASH, command=command) for command in script.commands), says(script.answer))

@@ -85,8 +85,11 @@ class _Shows:
 
     async def all(self, tasks: Sequence[Task]) -> list[Demonstration]:
         playing: list[asyncio.Task[list[Demonstration]]] = []
-        async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(self._show(task, len(tasks))) for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(self._show(task, len(tasks))) for task in tasks]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others only ended because of it
         return [row for task in playing for row in task.result()]
 
     async def _show(self, task: Task, of: int) -> list[Demonstration]:
