@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from adapted import FORM, POSITIONS, scored, serve, trained
 from shelf import Shelf, tiny_folder
 
 from fathom.config.families import Dtype, TransportKind
@@ -18,11 +19,7 @@ from fathom.config.sync import SyncConfig
 from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import EngineRefusedError, PayloadError
 from fathom.core.ids import EngineId
-from fathom.core.ports.engine import ScoreRequest
 from fathom.core.records.sampling import InFlightMode
-from fathom.model.attention import PackedAttention
-from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
 from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.conformance import Case, Subject
 from fathom.rollout.engines.conformance.versions import VERSION_CASES
@@ -34,9 +31,6 @@ from fathom.sync.transports import TRANSPORTS
 from fathom.sync.transports.shared import SharedTransport
 from fathom.text.characters import save_character_tokenizer
 
-FORM = LoraConfig(rank=4, alpha=12.0).form("tests")
-TOKENS = np.arange(3, 30, dtype=np.int32) % 17
-POSITIONS = np.arange(1, len(TOKENS))
 MOVING = [TransportKind.SHARED, TransportKind.DISK, TransportKind.BROADCAST, TransportKind.DELTA]
 
 
@@ -85,34 +79,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield from launched(folder, tmp_path_factory.mktemp("run"), Dtype.BFLOAT16, False)
 
 
-def trained(model: LanguageModel, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """What base + adapter says of the tokens, computed by the trainer's model."""
-    model.use(weights)
-    total = len(TOKENS)
-    with torch.no_grad():
-        hidden = model.hidden(torch.from_numpy(TOKENS).long(), torch.arange(total), PackedAttention([total]))
-        ones = torch.ones(total - 1)
-        return head_logprobs(model, hidden[:-1], torch.from_numpy(TOKENS[1:]).long(), ones, None, None).numpy()
-
-
-async def scored(engine: EmbeddedEngine, name: str) -> np.ndarray:
-    ones = np.ones(len(POSITIONS), np.float32)
-    request = ScoreRequest(
-        request_id=name, token_ids=TOKENS, positions=POSITIONS, temperature=ones, kept=None, bias=None
-    )
-    return (await engine.score(request)).logprobs
-
-
 async def published(bench: Bench, number: int) -> np.ndarray:
     """Version `number` as the engine's port takes it; what the engine then says of the tokens."""
-    await serve(bench, *await bench.shelf.publish(number))
+    await serve(bench.engine, *await bench.shelf.publish(number))
     return await scored(bench.engine, f"{number}")
-
-
-async def serve(bench: Bench, manifest, source) -> None:
-    await bench.engine.stage(manifest, source)
-    assert (await bench.engine.verify()).digest == manifest.version.digest
-    await bench.engine.commit(manifest.version, InFlightMode.DRAIN)
 
 
 @pytest.mark.parametrize("case", VERSION_CASES, ids=lambda case: case.__name__)

@@ -110,7 +110,7 @@ class Bench:
         """Launch it; end it."""
         folder = spec.model_folder
         transport = SharedTransport(spec.log_path.parent)
-        shelf = Shelf(folder, transport)
+        shelf = Shelf(folder, transport, adapter=spec.adapter)
         with asyncio.Runner() as runner:
             engine = runner.run(VllmEngine.launch(spec))
             try:

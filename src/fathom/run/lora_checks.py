@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from fathom.config.families import EngineKind, LoraPublish
 from fathom.config.lora import LoraConfig
+from fathom.config.rollout import EngineConfig
 from fathom.core.errors import ConfigError
 from fathom.model.lora.peft_config import WEIGHTS_FILE, read_config, why_other_form
 from fathom.run.starting_model import StartingModel
@@ -17,7 +18,7 @@ _NEVER = ("embed_tokens", "lm_head", "gate")
 _MATRIX = 2
 
 
-def check_lora(lora: LoraConfig | None, name: str, model: StartingModel, engine: EngineKind | None) -> None:
+def check_lora(lora: LoraConfig | None, name: str, model: StartingModel, engine: EngineConfig | None) -> None:
     """Targets, the adapter to start from, and whether the engine can compute with what is adapted.
 
     Args:
@@ -35,10 +36,20 @@ def check_lora(lora: LoraConfig | None, name: str, model: StartingModel, engine:
         _check_targets(lora, adaptable_names(model.folder, model.has_experts))
     if lora.start_from is not None:
         _check_start(lora, Path(lora.start_from), name)
-    if engine is EngineKind.VLLM and lora.publish is LoraPublish.ADAPTER and _adapts_experts(lora, model):
+    if engine is not None and engine.kind is EngineKind.VLLM and lora.publish is LoraPublish.ADAPTER:
+        _check_vllm(lora, model, engine)
+
+
+def _check_vllm(lora: LoraConfig, model: StartingModel, engine: EngineConfig) -> None:
+    if _adapts_experts(lora, model):
         raise ConfigError(
             "engine.kind = 'vllm' computes no adapters of experts on CPUs (its kernel for them needs Triton); set "
             "lora.publish = 'merged', or lora.target_modules without experts"
+        )
+    if engine.vllm is not None and engine.vllm.url is not None:
+        raise ConfigError(
+            "a server at engine.vllm.url was not started with this run's adapter; remove the url, or set "
+            "lora.publish = 'merged'"
         )
 
 

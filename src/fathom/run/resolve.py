@@ -91,7 +91,7 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
     """
     model = StartingModel.of(config.model)
     _check_model(config, model)
-    check_lora(config.lora, config.name, model, config.engine.kind)
+    check_lora(config.lora, config.name, model, config.engine)
     check_machine(config, model.size_bytes)
     if environment is None:
         environment = build_environment(config.task.kind, config.task.options)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Self, final
 
 import numpy as np
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import ConfigError, EngineError, EngineRefusedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, WeightSource
@@ -25,11 +27,12 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score, why_not_version
+from fathom.rollout.engines.vllm.adapter import ServedAdapter
 from fathom.rollout.engines.vllm.expected import Form, expected_tensors
 from fathom.rollout.engines.vllm.gate import Gate
 from fathom.rollout.engines.vllm.generation import Generation
 from fathom.rollout.engines.vllm.launch.probing import probe
-from fathom.rollout.engines.vllm.launch.process import VllmProcess
+from fathom.rollout.engines.vllm.launch.process import ADAPTER, MODEL, VllmProcess
 from fathom.rollout.engines.vllm.requests import generate_body, score_body, why_not_exact
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec
@@ -42,14 +45,21 @@ class VllmEngine:
     """Generates and scores by a vLLM server; its weights are replaced in place, while it is paused."""
 
     def __init__(
-        self, spec: VllmSpec, server: VllmServer, facts: Facts, able: Capabilities, expected: dict[str, Form]
+        self,
+        spec: VllmSpec,
+        server: VllmServer,
+        facts: Facts,
+        able: Capabilities,
+        expected: dict[str, Form],
+        adapter: AdapterIdentity | None,
     ) -> None:
         self._spec = spec
         self._server = server
         self._facts = facts
         self._capabilities = able
         self._gate = Gate()
-        self._weights = Weights(spec, server, self._gate, expected)
+        self._model = MODEL if adapter is None else ADAPTER
+        self._weights = Weights(spec, server, self._gate, expected, adapter)
         self._running: dict[str, Generation] = {}
         self._waiting: set[str] = set()
         self._aborted: set[str] = set()
@@ -65,19 +75,19 @@ class VllmEngine:
             EngineDeadError: it ended while it started.
             EngineTimeoutError: it was not healthy in time.
         """
-        expected = expected_tensors(spec.model_folder, spec.dtype.value)
+        expected, adapter = await _expected(spec)
         process = await VllmProcess.launch(spec) if spec.url is None else None
         url = spec.url if process is None else process.url
         assert url is not None
         server = VllmServer(spec.engine, url, spec.token, process)
         try:
             async with server.boundary("start", spec.start_timeout_s):
-                facts, able = await probe(server, spec.engine)
+                facts, able = await probe(server, spec.engine, adapters=adapter is not None)
             _check(spec, facts)
         except BaseException:
             await server.close()
             raise
-        return cls(spec, server, facts, able, expected)
+        return cls(spec, server, facts, able, expected, adapter)
 
     @property
     def id(self) -> EngineId:
@@ -149,7 +159,7 @@ class VllmEngine:
             await self._gate.enter_briefly()
             try:
                 version = self._weights.serving
-                answer = await self._server.answer(score_body(request))
+                answer = await self._server.answer(score_body(request, self._model))
             finally:
                 self._gate.leave_briefly()
         return ScoreResult(logprobs=self._scores(request, answer, version), version=version)
@@ -209,7 +219,7 @@ class VllmEngine:
     async def _chunks(self, generation: Generation, version: PolicyVersion) -> AsyncIterator[GenerateChunk]:
         request = generation.request
         room = self._capabilities.max_context_tokens - len(request.prompt_ids)
-        body = generate_body(request, version, room, self._facts.vocab_size)
+        body = generate_body(request, version, room, self._facts.vocab_size, self._model)
         events = self._server.stream(body)
         ends_s = time.monotonic() + self._spec.request_timeout_s
         try:
@@ -261,6 +271,20 @@ class VllmEngine:
         self._leaving.discard(task)
         if not task.cancelled():
             task.exception()  # an engine that does not answer is found by those who wait for it
+
+
+async def _expected(spec: VllmSpec) -> tuple[dict[str, Form], AdapterIdentity | None]:
+    """What a version must consist of, and the adapter that it must be of. None: it must be a whole model."""
+    if spec.adapter is None:
+        return expected_tensors(spec.model_folder, spec.dtype.value), None
+    if spec.url is not None:
+        raise ConfigError(
+            f"engine {spec.engine}: a server at engine.vllm.url was not started with this run's adapter; remove the "
+            "url, or set lora.publish = 'merged'"
+        )
+    prepare = partial(ServedAdapter.prepare, spec.model_folder, spec.dtype, spec.adapter)
+    served = await asyncio.to_thread(prepare, spec.adapter_folder, spec.engine)
+    return served.expected, served.identity
 
 
 def _check(spec: VllmSpec, facts: Facts) -> None:

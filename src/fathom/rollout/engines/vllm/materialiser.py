@@ -8,6 +8,7 @@ from typing import final
 
 from torch import Tensor
 
+from fathom.core.adapter import AdapterIdentity
 from fathom.core.ids import EngineId
 from fathom.core.manifest import Manifest, SharedMemorySource, WeightSource
 from fathom.sync.held import Held
@@ -23,9 +24,9 @@ class Materialiser:
     happens in threads, while the server goes on generating.
     """
 
-    def __init__(self, engine: EngineId, run_folder: Path) -> None:
-        """Files lie in shared memory, or in `run_folder` where the host has none."""
-        self._inbox = Inbox(engine)
+    def __init__(self, engine: EngineId, run_folder: Path, adapter: AdapterIdentity | None = None) -> None:
+        """Files lie in shared memory, or in `run_folder` where the host has none. `adapter`: what versions are of."""
+        self._inbox = Inbox(engine, adapter=adapter)
         self._files = SharedTransport(run_folder)
         self._made: Held | None = None
 

@@ -9,7 +9,6 @@ import numpy as np
 from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import GenerateRequest, ScoreRequest
 from fathom.core.records.trajectory import KeptSets
-from fathom.rollout.engines.vllm.launch.process import MODEL
 from fathom.rollout.engines.vllm.wire import SampledLogprob
 
 LARGEST_KEPT = 1024
@@ -31,7 +30,9 @@ def why_not_exact(request: GenerateRequest) -> str | None:
     return None
 
 
-def generate_body(request: GenerateRequest, version: PolicyVersion, room: int, vocab_size: int) -> dict[str, Any]:
+def generate_body(
+    request: GenerateRequest, version: PolicyVersion, room: int, vocab_size: int, model: str
+) -> dict[str, Any]:
     """The generation, to be streamed.
 
     Args:
@@ -39,11 +40,12 @@ def generate_body(request: GenerateRequest, version: PolicyVersion, room: int, v
         version: what serves. Prefixes are shared within a version only, so that no old one can be read.
         room: tokens that the context leaves.
         vocab_size: rows of the output head.
+        model: the name of what is to serve it: the model, or its adapter.
     """
     sampling = request.sampling
     return {
         "request_id": request.request_id,
-        "model": MODEL,
+        "model": model,
         "token_ids": request.prompt_ids.tolist(),
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -87,8 +89,9 @@ def kept_sets(places: list[SampledLogprob], asked: int, vocab_size: int) -> Kept
     return KeptSets(offsets=offsets, ids=np.array([token for row in rows for token in row], np.int32))
 
 
-def score_body(request: ScoreRequest) -> dict[str, Any]:
-    """The scoring: a prompt whose log-probabilities are asked for, and one token that nobody looks at."""
+def score_body(request: ScoreRequest, model: str) -> dict[str, Any]:
+    """The scoring: a prompt whose log-probabilities are asked for, and one token that nobody looks at. `model`: see
+    `generate_body`."""
     temperature = np.ones(len(request.token_ids), np.float32)
     temperature[request.positions] = request.temperature
     kept: dict[str, list[int]] = {}
@@ -99,7 +102,7 @@ def score_body(request: ScoreRequest) -> dict[str, Any]:
                 kept[str(position)] = ids.tolist()
     return {
         "request_id": request.request_id,
-        "model": MODEL,
+        "model": model,
         "token_ids": request.token_ids.tolist(),
         "sampling_params": {
             "max_tokens": 1,

@@ -9,6 +9,7 @@ from secrets import token_urlsafe
 from fathom.config.families import Dtype
 from fathom.config.rollout import EngineConfig
 from fathom.config.vllm import VllmConfig
+from fathom.core.adapter import AdapterForm
 from fathom.core.ids import EngineId
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.vllm.launch.environment import default_folder
@@ -41,6 +42,8 @@ class VllmSpec:
     kv_memory_mb: int | None = None
     """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, but at most 4 GiB unless
     one alone needs more."""
+    adapter: AdapterForm | None = None
+    """Versions are adapters of this form, for the weights of the folder. None: they are whole models."""
     compile: bool = False
     """Compile the model: faster decoding, a start that is longer by about a minute."""
     host: str = "127.0.0.1"
@@ -60,6 +63,11 @@ class VllmSpec:
     request_timeout_s: float = 600.0
     """Deadline of a generation or a scoring."""
 
+    @property
+    def adapter_folder(self) -> Path:
+        """Where the adapter lies that the server loads, beside its log."""
+        return self.log_path.parent.absolute() / f"{self.engine}-adapter"
+
 
 def vllm_spec(spec: EmbeddedSpec, config: EngineConfig) -> VllmSpec:
     """What a run asks of every engine, and what it asks of vLLM."""
@@ -76,6 +84,7 @@ def vllm_spec(spec: EmbeddedSpec, config: EngineConfig) -> VllmSpec:
         threads=spec.threads,
         step_tokens=spec.step_tokens,
         kv_memory_mb=spec.kv_memory_mb,
+        adapter=spec.adapter,
         compile=own.compile,
         host=spec.host,
         port=spec.port,

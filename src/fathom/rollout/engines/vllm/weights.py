@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import final
 
+from fathom.core.adapter import AdapterIdentity, why_another
 from fathom.core.errors import EngineError, EngineRefusedError, PayloadError, TransferInterruptedError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import (
@@ -27,6 +28,7 @@ from fathom.rollout.engines.vllm.materialiser import Materialiser
 from fathom.rollout.engines.vllm.server import VllmServer
 from fathom.rollout.engines.vllm.spec import VllmSpec
 from fathom.rollout.engines.vllm.wire import StagedFacts, StageOrder
+from fathom.sync.held import check_adapter
 from fathom.sync.transports.broadcast.buckets import plan_buckets
 
 _POLL_S = 0.005
@@ -36,12 +38,21 @@ _POLL_S = 0.005
 class Weights:
     """What serves, what is staged, and the one way from the second to the first."""
 
-    def __init__(self, spec: VllmSpec, server: VllmServer, gate: Gate, expected: dict[str, Form]) -> None:
+    def __init__(
+        self,
+        spec: VllmSpec,
+        server: VllmServer,
+        gate: Gate,
+        expected: dict[str, Form],
+        adapter: AdapterIdentity | None,
+    ) -> None:
+        """`adapter`: what versions must be of. None: whole models."""
         self._spec = spec
         self._server = server
         self._gate = gate
         self._expected = expected
-        self._materialiser = Materialiser(spec.engine, spec.log_path.parent)
+        self._adapter = adapter
+        self._materialiser = Materialiser(spec.engine, spec.log_path.parent, adapter)
         self._version: PolicyVersion | None = None
         self._staged: Manifest | None = None
         self._received: StagedFacts | None = None
@@ -76,6 +87,7 @@ class Weights:
         """See `Engine.stage`."""
         self.require_whole()
         self._staged = self._received = None
+        check_adapter(manifest, self._adapter)
         check_fit(manifest, self._expected)
         started = time.perf_counter()
         async with self._server.boundary("stage", self._spec.weights_timeout_s):
@@ -114,6 +126,8 @@ class Weights:
             raise EngineRefusedError(
                 self._spec.engine, f"asked to commit {version.name}, but {manifest.version.name} is staged"
             )
+        if why := why_another(self._adapter, manifest.adapter):
+            raise EngineRefusedError(self._spec.engine, f"{version.name} is not for this engine: {why}")
         if received.digest != version.digest:
             raise EngineRefusedError(
                 self._spec.engine, f"the digest of what was received is not that of {version.name}; stage it again"

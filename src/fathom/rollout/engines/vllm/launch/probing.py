@@ -19,8 +19,8 @@ _NATS = 0.1
 """Generating and scoring may differ by so much here; the wrong distribution differs by more."""
 
 
-async def probe(server: VllmServer, engine: EngineId) -> tuple[Facts, Capabilities]:
-    """Facts and capabilities of a server that holds no version yet.
+async def probe(server: VllmServer, engine: EngineId, *, adapters: bool) -> tuple[Facts, Capabilities]:
+    """Facts and capabilities of a server that holds no version yet. `adapters`: it was started with one.
 
     Raises:
         ConfigError: it lacks what every engine must have; the message says how to start it.
@@ -54,6 +54,7 @@ async def probe(server: VllmServer, engine: EngineId) -> tuple[Facts, Capabiliti
         in_flight=frozenset(InFlightMode),
         transports=frozenset({"shared", "disk", "broadcast", "delta"}),
         digest=DigestKind.RECEIVED,
+        adapters=adapters,
         max_context_tokens=facts.max_model_len - 1,  # scoring a sequence samples one token more
     )
 

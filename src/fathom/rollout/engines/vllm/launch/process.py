@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from fathom.config.families import Dtype
+from fathom.core.adapter import AdapterForm
 from fathom.core.errors import ConfigError, EngineDeadError, EngineTimeoutError
 from fathom.rollout.engines.embedded.process import last_lines
 from fathom.rollout.engines.vllm.launch.environment import command_of, require_environment
@@ -22,6 +23,10 @@ from fathom.rollout.engines.vllm.spec import VllmSpec
 
 MODEL = "policy"
 """The name under which the server offers its model."""
+ADAPTER = "adapter"
+"""The name under which it offers the model with its adapter."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What its kernels can be told of the largest rank."""
 BLOCK_TOKENS = 32
 """Tokens in a block of keys and values: the least that its CPU kernels like. Prompts are shared by whole blocks."""
 _ELEMENT_BYTES = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2}
@@ -149,9 +154,24 @@ def _command(spec: VllmSpec, port: int) -> list[str]:
     flags = ["enable-scale-out", "enable-prompt-tokens-details", "skip-tokenizer-init", "disable-uvicorn-access-log"]
     if spec.step_tokens is not None:
         options["max-num-batched-tokens"] = spec.step_tokens
+    if spec.adapter is not None:
+        flags.append("enable-lora")
+        options |= {
+            "max-lora-rank": _rank(spec.adapter),
+            "max-loras": 1,
+            "max-cpu-loras": 1,
+            "lora-modules": f"{ADAPTER}={spec.adapter_folder}",
+        }
     flags += [] if spec.compile else ["enforce-eager"]
     command = [*command_of(spec.environment), "serve", str(spec.model_folder.absolute())]
     return [*command, *(f"--{name}={value}" for name, value in options.items()), *(f"--{flag}" for flag in flags)]
+
+
+def _rank(form: AdapterForm) -> int:
+    fitting = [rank for rank in _RANKS if rank >= form.rank]
+    if not fitting:
+        raise ConfigError(f"lora.rank = {form.rank}, and vLLM goes up to {_RANKS[-1]}; lower it")
+    return fitting[0]
 
 
 def _variables(spec: VllmSpec) -> dict[str, str]:
@@ -167,6 +187,7 @@ def _variables(spec: VllmSpec) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": _cores(spec.threads),
         "OMP_NUM_THREADS": str(spec.threads),
         "FATHOM_VLLM_TOKEN": spec.token,
+        "FATHOM_VLLM_ADAPTER": "" if spec.adapter is None else str(spec.adapter_folder),
         "FATHOM_VLLM_FAULTS": ",".join(spec.faults),
     }
 

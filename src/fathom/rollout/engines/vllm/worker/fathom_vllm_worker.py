@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import vllm
 from fathom_vllm_staging import Order, Staging
+from safetensors.torch import save_file
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -40,6 +42,8 @@ SCORE = "fathom_score"
 """Key of a scoring request's `extra_args`: temperature [T], and kept ids by position."""
 MIN_P = "fathom_min_p"
 """Key of a generation's `extra_args`: its min_p."""
+ADAPTER = "FATHOM_VLLM_ADAPTER"
+"""Environment variable: folder of the adapter that versions are of. Empty: they are whole models."""
 FAULTS = "FATHOM_VLLM_FAULTS"
 """Environment variable: faults to commit on purpose, separated by commas. For tests."""
 STALE_HEAD = "stale_head"
@@ -51,7 +55,11 @@ _WATCH_S = 0.5
 _SPIN_S = 0.02
 _MASK = (1 << 64) - 1
 
+_ADAPTER_ID = 1
+"""vLLM counts the adapters that it is started with from 1, and there is one."""
+
 _staging = Staging()
+_runners: list[Any] = []
 
 
 @dataclass
@@ -78,7 +86,8 @@ class StagedWeights(WeightTransferEngine[NoInfo, CommitInfo]):
 
     def start_weight_update(self) -> None:
         """Give the layers back the parameters they were loaded into; from now on nothing can be computed."""
-        initialize_layerwise_reload(self.model)
+        if not _adapter_folder():
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The base form synchronises an accelerator, which a CPU build does not have."""
@@ -88,13 +97,17 @@ class StagedWeights(WeightTransferEngine[NoInfo, CommitInfo]):
         """Raises RuntimeError when something else is staged, or a parameter got no value."""
         if not _staging.digest or _staging.digest != update_info.digest:
             raise RuntimeError(f"asked to load {update_info.digest}, but {_staging.digest or 'nothing'} is staged")
-        self.model.load_weights(_staging.tensors())
+        if _adapter_folder():
+            _load_adapter()
+        else:
+            self.model.load_weights(_staging.tensors())
 
     def finish_weight_update(self) -> None:
         """Pack the kernels' weights again."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        if STALE_HEAD not in _faults():
-            _pack_heads(self.model)
+        if not _adapter_folder():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if STALE_HEAD not in _faults():
+                _pack_heads(self.model)
         _staging.forget()
 
     def shutdown(self) -> None:
@@ -119,6 +132,7 @@ class WorkerExtension:
             _hook_scoring(runner)
             SpinCondition.record_read = _note_read
             runner.fathom_hooked = True
+            _runners.append(runner)
             threading.Thread(target=_end_with_server, name="fathom-watch", daemon=True).start()
         config = self.vllm_config
         return {
@@ -169,6 +183,26 @@ def _end_with_server() -> None:
 def _parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
         return int(stat.read().rpartition(")")[2].split()[1])
+
+
+def _adapter_folder() -> str:
+    return os.environ.get(ADAPTER, "")
+
+
+def _load_adapter() -> None:
+    """Put what is staged in the place of the adapter that serves, here and in its folder: vLLM reads it from there
+    again should it ever drop it. Raises RuntimeError when another adapter is loaded, or it is not taken."""
+    folder = _adapter_folder()
+    names = {f"base_model.model.{name}.weight": tensor.clone() for name, tensor in _staging.tensors()}
+    unfinished = os.path.join(folder, ".unfinished")
+    save_file(names, unfinished)
+    os.replace(unfinished, os.path.join(folder, "adapter_model.safetensors"))
+    manager = _runners[0].lora_manager
+    if others := set(manager.list_adapters()) - {_ADAPTER_ID}:
+        raise RuntimeError(f"other adapters than the policy's are loaded: {sorted(others)}")
+    request = LoRARequest(lora_name="adapter", lora_int_id=_ADAPTER_ID, lora_path=folder, load_inplace=True)
+    if not manager.add_adapter(request):
+        raise RuntimeError("vLLM did not take the adapter")
 
 
 def _faults() -> set[str]:
