@@ -40,8 +40,8 @@ def serve(environment: Environment, line: socket.socket) -> None:
     requests = FrameReader(GradeRequest | CompareRequest)
     while data := line.recv(_READ_BYTES):
         for request in requests.feed(data):
-            asked = judge if isinstance(request, GradeRequest) else _judge_group
-            line.sendall(frame(asked(environment, request)))
+            compares = isinstance(request, CompareRequest)
+            line.sendall(frame(_judge_group(environment, request) if compares else judge(environment, request)))
 
 
 def judge(environment: Environment, request: GradeRequest) -> Reward:

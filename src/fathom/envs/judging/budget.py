@@ -8,7 +8,7 @@ import struct
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -75,7 +75,7 @@ class Budget:
         os.pwrite(self._file, _USED.pack(calls, tokens), 0)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Generator[None]:
         with self._threads:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
