@@ -12,7 +12,9 @@ from fathom.core.ids import GroupId, TrajectoryId
 from fathom.core.records.step import GroupBatch
 from fathom.trainer.objective.advantages import group_advantages
 from fathom.trainer.objective.corrections import SampledTokens
-from fathom.trainer.objective.plan import StepTokens
+from fathom.trainer.objective.objective import micro_batch_loss
+from fathom.trainer.objective.outputs import TokenOutputs
+from fathom.trainer.objective.plan import StepPlan, StepTokens
 
 torch.set_num_threads(1)
 
@@ -39,7 +41,12 @@ def group_of(rewards: list[float]) -> GroupBatch:
 
 
 def advantages(config: ObjectiveConfig, rewards: list[float]) -> list[float]:
-    return list(group_advantages(config.advantage, group_of(rewards)).values())
+    return list(group_advantages(config.advantage, group_of(rewards).rewards).values())
+
+
+def loss_of(config: ObjectiveConfig, plan: StepPlan, logp: torch.Tensor, entropy: torch.Tensor | None = None):
+    """What a micro-batch contributes, from its log-probabilities."""
+    return micro_batch_loss(config, plan, TokenOutputs(logprobs=logp, entropy=entropy))
 
 
 def fixture_tokens(
@@ -60,7 +67,12 @@ def fixture_tokens(
 def sampled() -> SampledTokens:
     """What corrections see of the fixture."""
     log_ratio = flat(FIXTURE["logp_old"]) - flat(FIXTURE["logp_rollout"])
-    return SampledTokens(log_ratio=log_ratio, sequence=SEQUENCE, sequences=SEQUENCES)
+    return SampledTokens(
+        log_ratio=log_ratio,
+        logp_behaviour=flat(FIXTURE["logp_rollout"]),
+        sequence=SEQUENCE,
+        sequences=SEQUENCES,
+    )
 
 
 def theta(dtype: torch.dtype = torch.float64) -> torch.Tensor:

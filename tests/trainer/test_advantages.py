@@ -4,11 +4,16 @@ from objective_fixture import VECTORS, close, group_of
 from fathom.config.families import Advantage
 from fathom.trainer.objective.advantages import ADVANTAGES, group_advantages
 
-NAMES = {Advantage.GRPO: "GRPO_sample_std", Advantage.DR_GRPO: "Dr_GRPO", Advantage.RLOO: "RLOO"}
+NAMES = {
+    Advantage.GRPO: "GRPO_sample_std",
+    Advantage.DR_GRPO: "Dr_GRPO",
+    Advantage.RLOO: "RLOO",
+    Advantage.MAXRL: "max_rl_mean_normalised",
+}
 
 
 def values(kind: Advantage, rewards: list[float]) -> list[float]:
-    return list(group_advantages(kind, group_of(rewards)).values())
+    return list(group_advantages(kind, group_of(rewards).rewards).values())
 
 
 def test_every_advantage_is_implemented():
@@ -29,7 +34,7 @@ def test_a_group_that_tells_nothing_apart_has_advantage_exactly_zero(kind, rewar
 
 def test_members_keep_their_own_advantage():
     group = group_of([0.0, 1.0])
-    by_member = group_advantages(Advantage.DR_GRPO, group)
+    by_member = group_advantages(Advantage.DR_GRPO, group.rewards)
     assert by_member == dict(zip(group.rewards, (-0.5, 0.5), strict=True))
 
 
@@ -37,4 +42,10 @@ def test_members_keep_their_own_advantage():
 def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(kind):
     rewards = [0.2, 0.9, 0.4, 0.0, 1.0]
     assert sum(values(kind, rewards)) == pytest.approx(0, abs=1e-12)
-    assert values(kind, [r + 3 for r in rewards]) == pytest.approx(values(kind, rewards))
+    if kind is not Advantage.MAXRL:
+        assert values(kind, [r + 3 for r in rewards]) == pytest.approx(values(kind, rewards))
+
+
+def test_maxrl_of_rewards_without_a_positive_mean_is_zero():
+    assert values(Advantage.MAXRL, [0.0, 0.0]) == [0, 0]
+    assert values(Advantage.MAXRL, [1.0, -1.0]) == [0, 0]

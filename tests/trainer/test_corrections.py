@@ -15,6 +15,15 @@ def by_sequence(per_sequence: list[float]) -> torch.Tensor:
     return torch.tensor(per_sequence, dtype=torch.float64)[SEQUENCE]
 
 
+def of_ratios(log_ratio: torch.Tensor, sequence: list[int]) -> SampledTokens:
+    return SampledTokens(
+        log_ratio=log_ratio,
+        logp_behaviour=torch.full_like(log_ratio, -0.5),
+        sequence=torch.tensor(sequence),
+        sequences=max(sequence) + 1,
+    )
+
+
 def test_every_correction_is_implemented():
     assert set(CORRECTIONS) == set(Correction)
 
@@ -47,18 +56,15 @@ def test_icepop():
 
 
 def test_icepop_keeps_its_bounds():
-    tokens = SampledTokens(
-        log_ratio=torch.tensor([0.5, 2.0], dtype=torch.float64).log(), sequence=torch.zeros(2).long(), sequences=1
-    )
+    tokens = of_ratios(torch.tensor([0.5, 2.0], dtype=torch.float64).log(), [0, 0])
     low, high = bounded_ratio(tokens.log_ratio).tolist()
     assert not CORRECTIONS[Correction.ICEPOP](tokens, low, high).popped.any()
 
 
 def test_sequence_ratios():
     expected = VECTORS["sequence_and_geometric_ratio"]["expected"]
-    sums, counts = sampled().sequence_sums()
-    close(sums, expected["sum_log_ratio"])
-    close(sums / counts.clamp(min=1), expected["mean_log_ratio"])
+    close(sampled().sequence_sums(sampled().log_ratio), expected["sum_log_ratio"])
+    close(sampled().sequence_means(sampled().log_ratio), expected["mean_log_ratio"])
     unbounded = CORRECTIONS[Correction.SEQUENCE_TIS](sampled(), 0.0, 1e6)
     close(unbounded.weights, by_sequence(expected["seq_ratio"]))
 
@@ -85,7 +91,7 @@ def test_geometric_gate(band):
 def test_veto_drops_the_whole_trajectory_and_no_other():
     vector = VECTORS["veto"]
     log_ratio = torch.tensor([*vector["inputs"]["log_ratio"], 0.3], dtype=torch.float64)
-    tokens = SampledTokens(log_ratio=log_ratio, sequence=torch.tensor([0, 0, 0, 1]), sequences=2)
+    tokens = of_ratios(log_ratio, [0, 0, 0, 1])
     threshold = vector["inputs"]["threshold"]
     assert vetoed_by(tokens, threshold).tolist() == [True, True, True, False]
     made = weigh(ObjectiveConfig(veto=threshold), tokens)
@@ -95,7 +101,7 @@ def test_veto_drops_the_whole_trajectory_and_no_other():
 
 
 def test_veto_looks_below_the_clamp():
-    tokens = SampledTokens(log_ratio=torch.tensor([-22.0]), sequence=torch.tensor([0]), sequences=1)
+    tokens = of_ratios(torch.tensor([-22.0]), [0])
     assert not vetoed_by(tokens, 1e-10).any()
     assert vetoed_by(tokens, 1e-9).all()
 
@@ -131,7 +137,7 @@ def test_normalised_weights_add_up_to_the_denominator_under_both_conventions():
 
 def test_nothing_left_is_not_normalised():
     config = ObjectiveConfig(veto=0.999, batch_normalise=True)
-    tokens = SampledTokens(log_ratio=torch.tensor([-1.0, -2.0]), sequence=torch.tensor([0, 1]), sequences=2)
+    tokens = of_ratios(torch.tensor([-1.0, -2.0]), [0, 1])
     assert weigh(config, tokens).weights.tolist() == [0, 0]
 
 

@@ -1,146 +1,124 @@
 """The step's loss and gradient do not depend on how its rows were cut into micro-batches, nor on their order."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_steps import RandomStep, configs, random_tokens, run, run_values, steps, without_old_pass
 
-from fathom.config.families import Aggregation, Correction, KlEstimator, Proximal, RejectionDenominator
-from fathom.config.objective import ObjectiveConfig
-from fathom.trainer.objective.objective import LossSums, micro_batch_loss
-from fathom.trainer.objective.plan import StepTokens, needs_old_pass, prepare_step
+from fathom.config.families import Aggregation, ObjectiveKind
+from fathom.trainer.objective.plan import StepTokens
 
-CORRECTIONS = {
-    Correction.NONE: {},
-    Correction.TOKEN_TIS: {},
-    Correction.ICEPOP: {"correction_low": 0.5, "correction_high": 5.0},
-    Correction.SEQUENCE_TIS: {},
-    Correction.SEQUENCE_MIS: {"correction_low": 0.2, "correction_high": 4.0},
-    Correction.GEOMETRIC_RS: {"correction_low": 0.7, "correction_high": 1.4},
-}
+PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 
 
-@st.composite
-def configs(draw):
-    aggregation = draw(st.sampled_from(Aggregation))
-    proximal = draw(st.sampled_from(Proximal))
-    correction = Correction.NONE if proximal is Proximal.BYPASS else draw(st.sampled_from(Correction))
-    options = dict(CORRECTIONS[correction])
-    if correction is not Correction.NONE:
-        options["batch_normalise"] = draw(st.booleans())
-    return ObjectiveConfig(
-        aggregation=aggregation,
-        constant_length=7 if aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM else None,
-        proximal=proximal,
-        correction=correction,
-        veto=draw(st.sampled_from((None, 0.05))),
-        rejection_denominator=draw(st.sampled_from(RejectionDenominator)),
-        kl_coefficient=0.1,
-        kl_estimator=draw(st.sampled_from(KlEstimator)),
-        dual_clip=draw(st.sampled_from((None, 2.0))),
-        mask_truncated=draw(st.booleans()),
-        **options,
-    )
+def same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale)
 
 
-@st.composite
-def steps(draw):
-    """(rows as lengths and trajectories, cut of a permutation of the rows, seed of the figures)."""
-    sequences = draw(st.integers(1, 5))
-    rows = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, sequences - 1)), min_size=1, max_size=8))
-    order = draw(st.permutations(range(len(rows))))
-    cuts = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=4)))
-    return sequences, rows, order, cuts, draw(st.integers(0, 2**31))
-
-
-def random_tokens(sequences: int, rows: list[tuple[int, int]], seed: int, dtype: torch.dtype):
-    random = torch.Generator().manual_seed(seed)
-    sequence = torch.tensor([trajectory for length, trajectory in rows for _ in range(length)])
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(len(sequence), generator=random, dtype=torch.float64)
-
-    old = -3 * torch.rand(len(sequence), generator=random, dtype=torch.float64)
-    behaviour, theta, reference = old + noise(0.6), old + noise(0.3), old + noise(0.5)
-    if seed % 3 == 0:
-        old[0] = float("nan")
-    tokens = StepTokens(
-        sequence=sequence,
-        sequences=sequences,
-        advantage=torch.randn(sequences, generator=random, dtype=torch.float64)[sequence].to(dtype),
-        truncated=(torch.rand(sequences, generator=random) < 0.3)[sequence],
-        logp_behaviour=behaviour.to(dtype),
-        logp_old=old.to(dtype),
-        logp_ref=reference.to(dtype),
-    )
-    return tokens, theta.to(dtype)
-
-
-def run(config: ObjectiveConfig, tokens: StepTokens, theta: torch.Tensor, micro_batches: list[torch.Tensor]):
-    plan, logp = prepare_step(config, tokens), theta.clone().requires_grad_()
-    sums = LossSums()
-    for index in micro_batches:
-        terms = micro_batch_loss(config, plan.take(index), logp[index])
-        terms.loss.backward()
-        sums += terms.sums
-    assert logp.grad is not None
-    return sums, logp.grad
-
-
-def cut_rows(rows: list[tuple[int, int]], order: list[int], cuts: list[int]) -> list[torch.Tensor]:
-    starts = [0]
-    for length, _ in rows:
-        starts.append(starts[-1] + length)
-    bounds = [0, *cuts, len(rows)]
-    return [
-        torch.tensor([t for row in order[a:b] for t in range(starts[row], starts[row + 1])], dtype=torch.int64)
-        for a, b in itertools.pairwise(bounds)
-    ]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@settings(max_examples=150, deadline=None)
-@given(config=configs(), step=steps(), old_pass=st.booleans())
-def test_any_cut_and_order_of_the_rows_gives_the_same_loss_and_gradient(dtype, tolerance, config, step, old_pass):
-    sequences, rows, order, cuts, seed = step
-    tokens, theta = random_tokens(sequences, rows, seed, dtype)
-    if not old_pass and not needs_old_pass(config, 1):
-        tokens = replace(tokens, logp_old=None)
-    whole, whole_gradient = run(config, tokens, theta, [torch.arange(len(theta))])
-    cut, cut_gradient = run(config, tokens, theta, cut_rows(rows, order, cuts))
+@pytest.mark.parametrize("kind", ObjectiveKind)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), step=steps(), old_pass=st.booleans())
+def test_any_cut_and_order_of_the_rows_gives_the_same_loss_and_gradient(
+    kind, dtype, tolerance, data, step: RandomStep, old_pass
+):
+    config = data.draw(configs((kind,)))
+    tokens, theta, entropy = random_tokens(config, step, dtype)
+    if not old_pass:
+        tokens = without_old_pass(config, tokens)
+    whole, whole_gradient = run(config, tokens, theta, entropy, step.whole)
+    cut, cut_gradient = run(config, tokens, theta, entropy, step.cut)
     scale = max(1.0, float(whole_gradient.abs().max()))
     assert cut.loss == pytest.approx(whole.loss, rel=tolerance, abs=tolerance * scale)
-    torch.testing.assert_close(cut_gradient, whole_gradient, rtol=tolerance, atol=tolerance * scale)
+    same(cut_gradient, whole_gradient, tolerance)
     assert (cut.tokens, cut.clipped, cut.non_finite) == (whole.tokens, whole.clipped, whole.non_finite)
     assert cut.log_ratios_clamped == whole.log_ratios_clamped
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @settings(max_examples=60, deadline=None)
+@given(config=configs(), step=steps(), data=st.data())
+def test_a_trajectory_may_be_any_number_of_rows_in_any_order(dtype, tolerance, config, step: RandomStep, data):
+    """The whole step is laid out anew, token by token: what the trajectories are is all that counts."""
+    tokens, theta, entropy = random_tokens(config, step, dtype)
+    order = torch.tensor(data.draw(st.permutations(range(len(theta)))))
+    before, gradient = run(config, tokens, theta, entropy, step.whole)
+    after, laid_out = run(config, tokens.take(order), theta[order], entropy[order], step.whole)
+    back = torch.cat((laid_out[: len(theta)][order.argsort()], laid_out[len(theta) :][order.argsort()]))
+    same(back, gradient, tolerance)
+    assert (after.tokens, after.clipped) == (before.tokens, before.clipped)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@settings(max_examples=60, deadline=None)
+@given(config=configs((ObjectiveKind.PPO,)), step=steps())
+def test_the_critic_does_not_depend_on_the_cut_either(dtype, tolerance, config, step: RandomStep):
+    tokens, _, values = random_tokens(config, step, dtype)
+    whole, whole_gradient = run_values(config, tokens, values, step.whole)
+    cut, cut_gradient = run_values(config, tokens, values, step.cut)
+    same(cut_gradient, whole_gradient, tolerance)
+    assert cut.loss == pytest.approx(whole.loss, rel=tolerance, abs=tolerance)
+    assert (cut.tokens, cut.clipped) == (whole.tokens, whole.clipped)
+
+
+@settings(max_examples=80, deadline=None)
 @given(config=configs(), step=steps())
-def test_training_every_trajectory_twice_changes_no_mean(config, step):
-    sequences, rows, _, _, seed = step
-    tokens, theta = random_tokens(sequences, rows, seed, torch.float64)
+def test_training_every_trajectory_twice_changes_no_mean(config, step: RandomStep):
+    tokens, theta, entropy = random_tokens(config, step, torch.float64)
     twice = torch.arange(len(theta)).repeat(2)
     doubled = replace(
         tokens.take(twice),
-        sequence=torch.cat((tokens.sequence, tokens.sequence + sequences)),
-        sequences=2 * sequences,
+        sequence=torch.cat((tokens.sequence, tokens.sequence + step.sequences)),
+        sequences=2 * step.sequences,
     )
-    once, _ = run(config, tokens, theta, [torch.arange(len(theta))])
-    both, _ = run(config, doubled, theta[twice], [torch.arange(len(twice))])
+    once, _ = run(config, tokens, theta, entropy, step.whole)
+    both, _ = run(config, doubled, theta[twice], entropy[twice], [torch.arange(len(twice))])
     assert both.loss == pytest.approx(once.loss, rel=1e-12, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(config=configs(), step=steps())
-def test_a_trajectory_without_tokens_changes_only_the_mean_over_all_trajectories(config, step):
-    sequences, rows, _, _, seed = step
-    tokens, theta = random_tokens(sequences, rows, seed, torch.float64)
-    more = replace(tokens, sequences=sequences + 1)
-    everything = [torch.arange(len(theta))]
-    before, after = run(config, tokens, theta, everything)[0].loss, run(config, more, theta, everything)[0].loss
+def test_a_trajectory_without_tokens_changes_only_the_mean_over_all_trajectories(config, step: RandomStep):
+    tokens, theta, entropy = random_tokens(config, step, torch.float64)
+    more = replace(tokens, sequences=step.sequences + 1)
+    before, after = (run(config, each, theta, entropy, step.whole)[0].loss for each in (tokens, more))
     by_all = config.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
-    assert after == pytest.approx(before * sequences / (sequences + 1) if by_all else before, rel=1e-12, abs=1e-14)
+    share = step.sequences / (step.sequences + 1) if by_all else 1.0
+    assert after == pytest.approx(before * share, rel=1e-12, abs=1e-14)
+
+
+@settings(max_examples=120, deadline=None)
+@given(config=configs(), step=steps(), bad=st.sampled_from((float("nan"), float("inf"), -float("inf"), 1e30)))
+def test_garbage_where_a_token_is_masked_changes_nothing(config, step: RandomStep, bad):
+    """Tokens masked by the gate, and tokens refused, enter no arithmetic: not even a NaN gets out of them."""
+    tokens, theta, entropy = random_tokens(config, step, torch.float64)
+    truncated = config.model_copy(update={"mask_truncated": True})
+    clean, gradient = run(truncated, tokens, theta, entropy, step.whole)
+    masked = tokens.truncated
+
+    def spoilt(column: torch.Tensor | None) -> torch.Tensor | None:
+        return None if column is None else column.masked_fill(masked, bad)
+
+    dirty = StepTokens(
+        sequence=tokens.sequence,
+        sequences=tokens.sequences,
+        advantage=tokens.advantage.masked_fill(masked, bad),
+        truncated=tokens.truncated,
+        logp_behaviour=tokens.logp_behaviour.masked_fill(masked, bad),
+        logp_old=spoilt(tokens.logp_old),
+        logp_now=spoilt(tokens.logp_now),
+        logp_ref=spoilt(tokens.logp_ref),
+        blend=spoilt(tokens.blend),
+        values=spoilt(tokens.values),
+        returns=spoilt(tokens.returns),
+    )
+    sums, with_garbage = run(
+        truncated, dirty, theta.masked_fill(masked, bad), entropy.masked_fill(masked, bad), step.whole
+    )
+    assert sums == clean
+    assert torch.equal(with_garbage, gradient)
+    assert gradient.isfinite().all()

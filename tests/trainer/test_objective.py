@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from objective_fixture import FIXTURE, PLAIN, SEQUENCE, SEQUENCES, VECTORS, close, fixture_tokens, flat, theta
+from objective_fixture import FIXTURE, PLAIN, SEQUENCE, SEQUENCES, VECTORS, close, fixture_tokens, flat, loss_of, theta
 
 from fathom.config.families import Advantage, Aggregation, Correction, KlEstimator, Proximal, RejectionDenominator
 from fathom.config.objective import ObjectiveConfig
 from fathom.trainer.objective.aggregation import AGGREGATIONS, count
-from fathom.trainer.objective.objective import LossSums, micro_batch_loss
+from fathom.trainer.objective.objective import LossSums
 from fathom.trainer.objective.plan import StepTokens, needs_old_pass, prepare_step
 from fathom.trainer.objective.policy_loss import PROXIMALS, bounded_ratio, clipped_policy_loss
 
@@ -73,7 +73,7 @@ def test_clipped_token_losses_and_gradients(name):
 def test_aggregated_clipped_losses(name, aggregation):
     expected = VECTORS[name]["expected"]
     config = clip_config(name, aggregation=aggregation, constant_length=length_of(aggregation))
-    terms = micro_batch_loss(config, prepare_step(config, fixture_tokens(config)), theta())
+    terms = loss_of(config, prepare_step(config, fixture_tokens(config)), theta())
     close(terms.loss.detach(), expected["aggregated"][AGGREGATES[aggregation]])
     close(terms.sums.clipped / terms.sums.tokens, expected["clip_fraction_token_mean"])
 
@@ -89,13 +89,13 @@ def test_decoupled_and_bypass(name, proximal, aggregation):
         constant_length=length_of(aggregation),
     )
     logp = theta()
-    terms = micro_batch_loss(config, prepare_step(config, fixture_tokens(config)), logp)
+    terms = loss_of(config, prepare_step(config, fixture_tokens(config)), logp)
     close(terms.loss.detach(), expected["aggregated"][AGGREGATES[aggregation]])
 
 
 def test_weights_have_no_gradient():
     config, logp = ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN), theta()
-    micro_batch_loss(config, prepare_step(config, fixture_tokens(config)), logp).loss.backward()
+    loss_of(config, prepare_step(config, fixture_tokens(config)), logp).loss.backward()
     weights = flat(VECTORS["token_TIS"]["expected"]["weight"])
     close(logp.grad, weights * flat(VECTORS["dapo_clip_higher_0.2_0.28"]["expected"]["dloss_dlogp_token"]) / 9)
 
@@ -111,7 +111,7 @@ def test_dr_grpo():
     tokens = fixture_tokens(config)
     assert tokens.logp_old is not None
     close(policy_loss_of(config, theta() - tokens.logp_old, tokens.advantage).loss, flat(expected["token_loss"]))
-    terms = micro_batch_loss(config, prepare_step(config, tokens), theta())
+    terms = loss_of(config, prepare_step(config, tokens), theta())
     close(terms.loss.detach(), expected["sum_over_B_times_L (B=4)"])
 
 
@@ -123,7 +123,7 @@ def test_micro_batches_of_the_worked_partition(name, aggregation):
     plan, logp, ranks = prepare_step(config, fixture_tokens(config)), theta(), 2
     local = {
         rank: [
-            ranks * float(micro_batch_loss(config, plan.take(index), logp[index]).loss.detach())
+            ranks * float(loss_of(config, plan.take(index), logp[index]).loss.detach())
             for sequences in micro_batches
             for index in [torch.isin(SEQUENCE, torch.tensor(sequences)).nonzero().squeeze(1)]
         ]
@@ -157,7 +157,7 @@ def test_without_an_old_pass_the_first_step_is_the_same():
     results = []
     for tokens in (with_pass, without):
         logp = theta()
-        terms = micro_batch_loss(config, prepare_step(config, tokens), logp)
+        terms = loss_of(config, prepare_step(config, tokens), logp)
         terms.loss.backward()
         assert logp.grad is not None
         results.append((terms.sums, logp.grad.tolist(), terms.gate.mask_codes.tolist(), terms.gate.weights.tolist()))
@@ -202,8 +202,8 @@ def test_kl_is_weighted_for_tokens_that_another_policy_sampled():
     beta, clip_high = 0.1, 0.28
     plain = ObjectiveConfig(clip_high=clip_high)
     config = ObjectiveConfig(clip_high=clip_high, kl_coefficient=beta, kl_estimator=KlEstimator.K2)
-    without = micro_batch_loss(plain, prepare_step(plain, fixture_tokens(plain)), theta())
-    terms = micro_batch_loss(config, prepare_step(config, fixture_tokens(config, ref=True)), theta())
+    without = loss_of(plain, prepare_step(plain, fixture_tokens(plain)), theta())
+    terms = loss_of(config, prepare_step(config, fixture_tokens(config, ref=True)), theta())
     k2 = flat(VECTORS["kl_penalty_theta_ref"]["expected"]["k2"])
     weights = flat(VECTORS["token_TIS"]["expected"]["weight"])
     rho = flat(VECTORS["ppo_ratio"]["expected"]["ratio"]).clamp(max=1 + clip_high)
@@ -218,7 +218,7 @@ def test_masked_truncated_tokens_leave_gradient_and_denominators():
     plan = prepare_step(config, tokens)
     assert (plan.denominators.tokens, plan.denominators.sequences_with_tokens) == (5, 2)
     assert plan.denominators.sequences == SEQUENCES
-    micro_batch_loss(config, plan, logp).loss.backward()
+    loss_of(config, plan, logp).loss.backward()
     assert logp.grad is not None
     assert logp.grad[SEQUENCE == 1].tolist() == [0] * 4
     assert (logp.grad[SEQUENCE != 1] != 0).any()
@@ -232,7 +232,7 @@ def test_a_token_without_a_finite_logprob_is_refused_and_counted(bad, where):
     values = theta().detach().clone()
     {"theta": values, "old": tokens.logp_old, "ref": tokens.logp_ref}[where][4] = bad
     logp = values.requires_grad_()
-    terms = micro_batch_loss(config, prepare_step(config, tokens), logp)
+    terms = loss_of(config, prepare_step(config, tokens), logp)
     terms.loss.backward()
     assert logp.grad is not None
     assert terms.sums.non_finite == 1
@@ -256,7 +256,7 @@ def test_a_step_without_a_usable_token_has_loss_and_gradient_zero(aggregation, t
     tokens = fixture_tokens(config, ref=True).take(torch.arange(tokens_left))
     logp = torch.full((tokens_left,), float("nan"), requires_grad=True)
     plan = prepare_step(config, tokens)
-    terms = micro_batch_loss(config, plan, logp)
+    terms = loss_of(config, plan, logp)
     terms.loss.backward()
     assert logp.grad is not None
     assert terms.loss == 0
@@ -267,14 +267,26 @@ def test_a_step_without_a_usable_token_has_loss_and_gradient_zero(aggregation, t
 VARIANTS = [
     (correction, proximal, estimator, dual)
     for correction, proximal, estimator, dual in itertools.product(Correction, Proximal, KlEstimator, (None, 3.0))
-    if proximal is Proximal.DECOUPLED or correction is Correction.NONE
+    if proximal is not Proximal.BYPASS or correction is Correction.NONE
 ]
+DIVERGENCES = {
+    Correction.K2_RS: {"correction_high": 0.1},
+    Correction.K3_RS: {"correction_high": 1.0},
+    Correction.KPOP: {"correction_high": 0.05},
+}
+SAME_TRAJECTORIES = {Correction.K2_RS, Correction.K3_RS}
+"""Gates that drop the trajectory of the fixture that `geometric_rs` drops, too."""
 
 
 @pytest.mark.parametrize(("correction", "proximal", "estimator", "dual"), VARIANTS)
 def test_extreme_ratios_stay_finite_in_every_variant(correction, proximal, estimator, dual):
     config = ObjectiveConfig(
-        correction=correction, proximal=proximal, kl_coefficient=0.1, kl_estimator=estimator, dual_clip=dual
+        correction=correction,
+        proximal=proximal,
+        kl_coefficient=0.1,
+        kl_estimator=estimator,
+        dual_clip=dual,
+        **DIVERGENCES.get(correction, {}),
     )
     trainer = torch.tensor([-1.0, -1.0, -1.0, -100.0, -100.0, -0.5])
     tokens = StepTokens(
@@ -284,14 +296,16 @@ def test_extreme_ratios_stay_finite_in_every_variant(correction, proximal, estim
         truncated=torch.zeros(6, dtype=torch.bool),
         logp_behaviour=torch.tensor([-100.0, -100.0, -100.0, -1.0, -1.0, -0.5]),
         logp_old=trainer,
+        logp_now=trainer,
         logp_ref=torch.tensor([-100.0, -1.0, -100.0, -1.0, -1e4, -0.6]),
+        blend=torch.tensor([1.0, 0.5, 1.0, 1.0, 0.5, 1.0]),
     )
     runs = [(tokens, trainer + drift) for drift in (0.0, 50.0, -50.0)]
     if not needs_old_pass(config, 1):
-        runs.append((replace(tokens, logp_old=None), trainer.clone()))
+        runs.append((replace(tokens, logp_old=None, logp_now=None), trainer.clone()))
     for step, values in runs:
         logp = values.requires_grad_()
-        terms = micro_batch_loss(config, prepare_step(config, step), logp)
+        terms = loss_of(config, prepare_step(config, step), logp)
         terms.loss.backward()
         assert logp.grad is not None
         assert terms.loss.shape == ()
@@ -303,16 +317,27 @@ def test_extreme_ratios_stay_finite_in_every_variant(correction, proximal, estim
 
 def test_variants_differ_where_they_should():
     losses: set[float] = set()
-    for correction, proximal, estimator, dual in VARIANTS:
-        bounded = correction not in (Correction.SEQUENCE_TIS, Correction.NONE)
+    variants = [
+        (correction, proximal, estimator, dual)
+        for correction, proximal, estimator, dual in VARIANTS
+        if correction not in SAME_TRAJECTORIES
+        if proximal is not Proximal.LOGLINEAR or (correction in (Correction.NONE, Correction.TOKEN_TIS) and not dual)
+    ]
+    for correction, proximal, estimator, dual in variants:
+        bounded = correction not in (Correction.SEQUENCE_TIS, Correction.NONE, *DIVERGENCES)
         config = ObjectiveConfig(
             correction=correction,
             proximal=proximal,
             kl_coefficient=0.1,
             kl_estimator=estimator,
             dual_clip=dual,
-            **({"correction_low": 0.6} if bounded else {}),
+            **({"correction_low": 0.6} if bounded else DIVERGENCES.get(correction, {})),
         )
-        terms = micro_batch_loss(config, prepare_step(config, fixture_tokens(config, ref=True)), theta())
+        tokens = replace(
+            fixture_tokens(config, ref=True),
+            logp_now=theta().detach(),
+            blend=torch.tensor([0.75, 0.5, 0.5, 0.9, 0.0, 0.25, 0.5, 0.75, 0.5], dtype=torch.float64),
+        )
+        terms = loss_of(config, prepare_step(config, tokens), theta())
         losses.add(round(float(terms.loss.detach()), 9))
-    assert len(losses) == len(VARIANTS)
+    assert len(losses) == len(variants)

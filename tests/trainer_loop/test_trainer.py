@@ -90,9 +90,9 @@ class _Watched:
         self.forwards.append(len(rows.lengths))
         return self._backend.accumulate(rows, loss_of, entropy=entropy)
 
-    def update(self):
+    def update(self, *, hold=False):
         self.gradients.append(torch.cat([m.grad.flatten().clone() for m in self._backend.masters.values()]))
-        return self._backend.update()
+        return self._backend.update(hold=hold)
 
 
 def _gradient(folder, objective, batch, budget):

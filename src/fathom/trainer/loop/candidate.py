@@ -31,11 +31,26 @@ class Candidate:
     """Its expert routes are complete, or are not to be replayed."""
     old_logprobs: np.ndarray | None = None
     """float32 [N]: trainer's log-probabilities before the first step on the batch. None: no pass was made for it."""
+    ref_logprobs: np.ndarray | None = None
+    """float32 [N]: the reference's at that time, where its KL is part of the reward. None: it is not."""
+    values: np.ndarray | None = None
+    """float32 [N]: the critic's values at that time. None: there is no critic."""
+    advantages: np.ndarray | None = None
+    """float32 [N]: advantages of its tokens. None: all have the trajectory's."""
+    returns: np.ndarray | None = None
+    """float32 [N]: what the critic should have said. None: there is no critic."""
 
     @property
     def length(self) -> int:
         """Tokens, context included."""
         return len(self.row.token_ids)
+
+    @property
+    def token_advantages(self) -> np.ndarray:
+        """float32 [N]: advantage of each token with loss."""
+        if self.advantages is not None:
+            return self.advantages
+        return np.full(self.num_loss_tokens, self.advantage, np.float32)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -62,7 +77,7 @@ def candidates_of(
     """
     candidates: list[Candidate] = []
     for group in batch.groups:
-        advantages = group_advantages(advantage, group)
+        advantages = group_advantages(advantage, group.rewards)
         for row in group.rows:
             if row.trajectory not in advantages:
                 raise RecordError(f"{row.trajectory} has a row but no reward in group {group.group}: keep it out")

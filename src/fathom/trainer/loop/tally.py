@@ -13,6 +13,7 @@ from fathom.model.routing import Routing
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.loop.candidate import Candidate
 from fathom.trainer.loop.routes import RouteTally
+from fathom.trainer.objective.credit.value_loss import ValueSums
 from fathom.trainer.objective.objective import LossSums
 from fathom.trainer.objective.plan import MASK_CODES, Gate
 
@@ -43,12 +44,16 @@ class Tally:
         """bool [N]: the weight is a bound instead of the ratio."""
         self.rejected = np.zeros(tokens, np.bool_)
         """bool [N]: the correction set the weight to 0."""
+        self.reference_logprobs: np.ndarray | None = None
+        """float32 [N]: the reference's log-probabilities, NaN where none were taken. None: there is no reference."""
         self.route_changes = np.full(tokens, -1, np.int16)
         """int16 [N]: layers in which the trainer chose other experts than recorded. -1: not compared."""
         self.routes = RouteTally()
         """Comparison of routes."""
         self.sums = LossSums()
         """Sums over the tokens reported."""
+        self.value_sums = ValueSums()
+        """The critic's sums over the tokens reported."""
         for candidate, place in zip(candidates, self.places, strict=True):
             if candidate.old_logprobs is not None:
                 self.trainer_logprobs[place] = candidate.old_logprobs
@@ -68,6 +73,16 @@ class Tally:
         self.capped[index] = gate.capped.numpy()
         self.rejected[index] = gate.rejected.numpy()
         self.sums = self.sums + sums
+
+    def add_reference(self, indices: Sequence[int], logprobs: Tensor) -> None:
+        """Report what the reference says of the rows `indices`, float32 [n], row after row."""
+        if self.reference_logprobs is None:
+            self.reference_logprobs = np.full(len(self.mask_codes), np.nan, np.float32)
+        self.reference_logprobs[np.r_[tuple(self.places[i] for i in indices)]] = logprobs.numpy()
+
+    def add_values(self, sums: ValueSums) -> None:
+        """Report what the critic made of some tokens."""
+        self.value_sums = self.value_sums + sums
 
     def add_routes(self, index: np.ndarray, packed: PackedRows, routing: Routing) -> None:
         """Report what the routers chose for the rows whose tokens are at `index`, int64 [n]."""

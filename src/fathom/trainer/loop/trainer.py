@@ -1,6 +1,6 @@
 """The optimizer steps on a batch. Letters: N tokens with loss.
 
-rows of a batch ─ advantages ─ old pass? ─┬─ step: remove over-age rows ─ plan ─ micro-batches ─ update ─ outcome
+rows of a batch ─ old pass? ─ advantages ─┬─ step: remove over-age rows ─ plan ─ micro-batches ─ update ─ outcome
                                           └─ step: ... (`steps_on_a_batch` of them, each row in one)
 """
 
@@ -15,20 +15,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fathom.config.families import KlPlacement, Proximal
 from fathom.config.objective import ObjectiveConfig
+from fathom.config.objectives.declaration import RecordField
 from fathom.config.trainer import StalenessConfig, TrainerConfig
 from fathom.core.errors import BooksError, ConfigError, StepStoppedError
 from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.trainer.backends.packed import PackedRows
-from fathom.trainer.backends.port import Backend
+from fathom.trainer.backends.port import Backend, Update
 from fathom.trainer.loop.candidate import Candidate, candidates_of
+from fathom.trainer.loop.credit import joined, with_credit
 from fathom.trainer.loop.outcome import step_outcome
 from fathom.trainer.loop.packing import micro_batches, mini_batches
 from fathom.trainer.loop.tally import Tally, row_places
+from fathom.trainer.objective.credit.assign import by_token
+from fathom.trainer.objective.credit.value_loss import ValueSums, value_micro_batch_loss
 from fathom.trainer.objective.objective import LossSums, micro_batch_loss
 from fathom.trainer.objective.outputs import TokenOutputs
-from fathom.trainer.objective.plan import Gate, StepPlan, StepTokens, needs_old_pass, prepare_step
+from fathom.trainer.objective.plan import (
+    Gate,
+    StepPlan,
+    StepTokens,
+    needs_now_pass,
+    needs_old_pass,
+    prepare_step,
+)
+from fathom.trainer.objective.policy_loss import loglinear_blend
 
 Stop = Callable[[], bool]
 """True: stop as soon as possible. Asked before every forward and every backward."""
@@ -53,9 +66,13 @@ class Trainer:
         self._config = config
         self._objective = objective
         self._staleness = staleness
+        self._reference: str | None = None  # digest of the reference that the rows at hand were scored with
         self._replayed = backend.experts if config.replay_routes else None
         if config.replay_routes and self._replayed is None:
             raise ConfigError("trainer.replay_routes = true needs a model with experts; turn it off")
+        self._critic = backend.critic if RecordField.VALUES in objective.declaration.needs else None
+        if self._critic is None and RecordField.VALUES in objective.declaration.needs:
+            raise ConfigError(f"objective.kind = '{objective.kind}' needs a critic: add [trainer.critic]")
 
     @property
     def version(self) -> int:
@@ -65,11 +82,13 @@ class Trainer:
     def begin(self) -> None:
         """RL starts here: version 0, a fresh optimizer, and the current weights as the KL reference if there is a KL.
 
-        Not for a resumed run: there `backend.load` brings all of it back.
+        A critic starts from the current weights too. Not for a resumed run: there `backend.load` brings all of it back.
         """
         self._backend.begin_phase(self._config.optimizer, self._config.steps)
-        if self._objective.kl_coefficient > 0:
+        if self._objective.reference:
             self._backend.keep_reference()
+        if self._critic is not None:
+            self._critic.begin(self._backend.weights(), self._config.steps)
 
     def steps(self, batch: TrainBatch, version: int, stop: Stop = never) -> Iterator[StepOutcome]:
         """Train on a batch: `steps_on_a_batch` optimizer steps, one outcome after each.
@@ -92,11 +111,10 @@ class Trainer:
             raise BooksError(f"the clock says version {version}, the weights are those of version {self.version}")
         started = time.perf_counter()
         candidates = candidates_of(batch, self._objective.advantage, version, self._replayed)
-        if needs_old_pass(self._objective, self._config.steps_on_a_batch):
-            candidates = self._old_pass(candidates, stop)
+        candidates = self._before_the_first_step(batch, candidates, stop)
         lengths, owners = [c.length for c in candidates], [c.row.trajectory for c in candidates]
-        for part in mini_batches(lengths, owners, self._config.steps_on_a_batch):
-            yield self._step([candidates[index] for index in part], stop, started)
+        for number, part in enumerate(mini_batches(lengths, owners, self._config.steps_on_a_batch)):
+            yield self._step([candidates[index] for index in part], stop, started, first=number == 0)
             started = time.perf_counter()
 
     def logprobs(self, rows: Sequence[Row], stop: Stop = never) -> list[np.ndarray]:
@@ -106,51 +124,82 @@ class Trainer:
         """
         return self._score(rows, self._backend.logprobs, stop)
 
-    def _old_pass(self, candidates: Sequence[Candidate], stop: Stop) -> list[Candidate]:
-        """Give the candidates their log-probabilities under the weights before the first step on the batch."""
-        fresh = self._fresh(candidates)
+    def _before_the_first_step(self, batch: TrainBatch, candidates: Sequence[Candidate], stop: Stop) -> list[Candidate]:
+        """Give the candidates all that is taken from the weights before the first step on the batch."""
+        found, fresh = list(candidates), self._fresh(candidates)
         rows = [candidates[i].row for i in fresh]
-        scored = dict(zip(fresh, self._score(rows, self._backend.logprobs, stop, replay=True), strict=True))
-        return [replace(candidate, old_logprobs=scored.get(i)) for i, candidate in enumerate(candidates)]
+        if needs_old_pass(self._objective, self._config.steps_on_a_batch):
+            for i, old in zip(fresh, self._score(rows, self._backend.logprobs, stop, replay=True), strict=True):
+                found[i] = replace(found[i], old_logprobs=old)
+        self._reference = self._backend.reference_digest if self._objective.reference else None
+        if self._objective.reference and self._objective.kl_placement is KlPlacement.REWARD:
+            for i, ref in zip(fresh, self._score(rows, self._backend.reference_logprobs, stop), strict=True):
+                found[i] = replace(found[i], ref_logprobs=ref)
+        if self._critic is not None:
+            for i, values in zip(fresh, self._score(rows, self._critic.values, stop), strict=True):
+                found[i] = replace(found[i], values=values)
+        return with_credit(self._objective, batch.groups, found, fresh) if by_token(self._objective) else found
 
-    def _step(self, candidates: Sequence[Candidate], stop: Stop, started: float) -> StepOutcome:
+    def _step(self, candidates: Sequence[Candidate], stop: Stop, started: float, *, first: bool) -> StepOutcome:
         version, tally = self.version, Tally(candidates)
         try:
-            self._accumulate(candidates, tally, stop)
+            self._accumulate(candidates, tally, stop, first=first)
         except BaseException:  # raised again: the gradient of half a step must not reach the next one
-            self._backend.discard()
+            self._discard()
             raise
-        update = None
-        if tally.sums.tokens:
-            update = self._backend.update()
-        else:
-            self._backend.discard()
+        update, critic_update = self._update(tally, version)
         return step_outcome(
             version=version,
             candidates=candidates,
             tally=tally,
             update=update,
-            has_reference=self._objective.kl_coefficient > 0,
+            critic_update=critic_update,
+            objective=self._objective,
+            reference=self._reference,
             step_s=time.perf_counter() - started,
         )
 
-    def _accumulate(self, candidates: Sequence[Candidate], tally: Tally, stop: Stop) -> None:
+    def _update(self, tally: Tally, version: int) -> tuple[Update | None, Update | None]:
+        """What policy and critic did. The critic steps only where the policy's step counts."""
+        if not tally.sums.tokens:
+            self._discard()
+            return None, None
+        critic = self._critic
+        update = self._backend.update(hold=critic is not None and version < critic.warmup_steps)
+        if critic is None:
+            return update, None
+        if not update.applied:
+            critic.discard()
+            return update, None
+        return update, critic.update()
+
+    def _discard(self) -> None:
+        self._backend.discard()
+        if self._critic is not None:
+            self._critic.discard()
+
+    def _accumulate(self, candidates: Sequence[Candidate], tally: Tally, stop: Stop, *, first: bool) -> None:
         """Forward and backward over the rows within the bounds, micro-batch by micro-batch."""
         fresh = self._fresh(candidates)
         if not fresh:
             return
         trained = [candidates[i] for i in fresh]
         in_step, in_plan = [tally.places[i] for i in fresh], row_places(trained)
-        plan = prepare_step(self._objective, self._step_tokens(trained, stop))
+        plan = prepare_step(self._objective, self._step_tokens(trained, stop, first=first))
+        if plan.tokens.logp_ref is not None:
+            tally.add_reference(fresh, plan.tokens.logp_ref)
+        entropy = self._objective.entropy_coefficient > 0
         for batch in self._cut([candidate.row for candidate in trained]):
             _check(stop)
             packed = PackedRows.of_rows([trained[i].row for i in batch], forced=self._replayed is not None)
             share = plan.take(torch.from_numpy(np.r_[tuple(in_plan[i] for i in batch)]))
-            report, routing = self._backend.accumulate(packed, self._loss_of(share, stop))
+            report, routing = self._backend.accumulate(packed, self._loss_of(share, stop), entropy=entropy)
             index = np.r_[tuple(in_step[i] for i in batch)]
             tally.add(index, report.old_logprobs, report.gate, report.sums)
             if routing is not None:
                 tally.add_routes(index, packed, routing)
+            if self._critic is not None:
+                tally.add_values(self._critic.accumulate(packed, self._value_loss_of(share, stop)))
 
     def _fresh(self, candidates: Sequence[Candidate]) -> list[int]:
         """Indices of the rows that are within the bounds at the current version and have the routes they need."""
@@ -160,30 +209,50 @@ class Trainer:
             if candidate.routable and not candidate.over_age(self.version, self._staleness)
         ]
 
-    def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop) -> StepTokens:
+    def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop, *, first: bool) -> StepTokens:
+        objective, rows = self._objective, [candidate.row for candidate in fresh]
         numbers: dict[str, int] = {}
-        sequence = [numbers.setdefault(candidate.row.trajectory, len(numbers)) for candidate in fresh]
+        sequence = [numbers.setdefault(row.trajectory, len(numbers)) for row in rows]
         counts = np.array([candidate.num_loss_tokens for candidate in fresh])
-        old = [candidate.old_logprobs for candidate in fresh if candidate.old_logprobs is not None]
-        reference: list[np.ndarray] = []
-        if self._objective.kl_coefficient > 0:
-            reference = self._score([candidate.row for candidate in fresh], self._backend.reference_logprobs, stop)
+        old = joined([candidate.old_logprobs for candidate in fresh])
+        now = old if needs_now_pass(objective) else None
+        if now is not None and not first:
+            now = joined(self._score(rows, self._backend.logprobs, stop, replay=True))
+        reference = joined([candidate.ref_logprobs for candidate in fresh])
+        if objective.reference and objective.kl_placement is KlPlacement.LOSS:
+            reference = joined(self._score(rows, self._backend.reference_logprobs, stop))
+            self._reference = self._backend.reference_digest
+        blend: Tensor | None = None
+        if objective.proximal is Proximal.LOGLINEAR:
+            versions = torch.from_numpy(np.concatenate([row.policy_version for row in rows]))
+            blend = loglinear_blend(versions, self.version).to(torch.float32)
         return StepTokens(
             sequence=torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts)),
             sequences=len(numbers),
-            advantage=torch.from_numpy(np.repeat(np.array([c.advantage for c in fresh], np.float32), counts)),
+            advantage=torch.from_numpy(np.concatenate([candidate.token_advantages for candidate in fresh])),
             truncated=torch.from_numpy(np.repeat(np.array([c.truncated for c in fresh]), counts)),
-            logp_behaviour=_joined([candidate.row.logprobs for candidate in fresh]),
-            logp_old=_joined(old) if old else None,
-            logp_ref=_joined(reference) if reference else None,
+            logp_behaviour=torch.from_numpy(np.concatenate([row.logprobs for row in rows])),
+            logp_old=old,
+            logp_now=now,
+            logp_ref=reference,
+            blend=blend,
+            values=joined([candidate.values for candidate in fresh]),
+            returns=joined([candidate.returns for candidate in fresh]),
         )
 
     def _loss_of(self, share: StepPlan, stop: Stop) -> Callable[[TokenOutputs], tuple[Tensor, _Report]]:
         def loss_of(outputs: TokenOutputs) -> tuple[Tensor, _Report]:
             _check(stop)
-            terms = micro_batch_loss(self._objective, share, outputs.logprobs)
+            terms = micro_batch_loss(self._objective, share, outputs)
             old = share.tokens.logp_old if share.tokens.logp_old is not None else outputs.logprobs.detach()
             return terms.loss, _Report(old_logprobs=old, gate=terms.gate, sums=terms.sums)
+
+        return loss_of
+
+    def _value_loss_of(self, share: StepPlan, stop: Stop) -> Callable[[Tensor], tuple[Tensor, ValueSums]]:
+        def loss_of(values: Tensor) -> tuple[Tensor, ValueSums]:
+            _check(stop)
+            return value_micro_batch_loss(self._objective, share, values)
 
         return loss_of
 
@@ -213,10 +282,6 @@ class _Report:
     """What became of them."""
     sums: LossSums
     """Sums over them."""
-
-
-def _joined(columns: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(columns))
 
 
 def _check(stop: Stop) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fathom.config.families import Advantage
 from fathom.core.ids import TrajectoryId
-from fathom.core.records.step import GroupBatch
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation by GRPO."""
@@ -30,20 +29,27 @@ def rloo(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - rewards.mean()) * (size / (size - 1))
 
 
+def maxrl(rewards: torch.Tensor) -> torch.Tensor:
+    """(R - mean) / mean, for rewards of at least 0; 0 where the mean is 0. arXiv 2602.02710."""
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else torch.zeros_like(rewards)
+
+
 ADVANTAGES: dict[Advantage, Callable[[torch.Tensor], torch.Tensor]] = {
     Advantage.GRPO: grpo,
     Advantage.DR_GRPO: dr_grpo,
     Advantage.RLOO: rloo,
+    Advantage.MAXRL: maxrl,
 }
 """Each takes float64 [G] with at least two different rewards."""
 
 
-def group_advantages(kind: Advantage, group: GroupBatch) -> dict[TrajectoryId, float]:
+def group_advantages(kind: Advantage, rewards_by_member: Mapping[TrajectoryId, float]) -> dict[TrajectoryId, float]:
     """Advantage of every graded member, whether or not it has rows: its reward was observed.
 
     A group whose rewards are all equal, one member included, tells nothing apart: every advantage is exactly 0.
     """
-    rewards = torch.tensor(list(group.rewards.values()), dtype=torch.float64)
+    rewards = torch.tensor(list(rewards_by_member.values()), dtype=torch.float64)
     constant = len(rewards) == 0 or bool((rewards == rewards[0]).all())
     advantages = torch.zeros_like(rewards) if constant else ADVANTAGES[kind](rewards)
-    return dict(zip(group.rewards, advantages.tolist(), strict=True))
+    return dict(zip(rewards_by_member, advantages.tolist(), strict=True))

@@ -15,12 +15,22 @@ import torch
 
 from fathom.config.families import Correction, RejectionDenominator
 from fathom.config.objective import ObjectiveConfig
-from fathom.trainer.objective.policy_loss import bounded_ratio
+from fathom.trainer.objective.policy_loss import LOG_RATIO_LIMIT, bounded_ratio
 
 SMALLEST_MEAN_WEIGHT = 1e-8
 """Weights with a smaller mean are not normalised."""
-SEQUENCE_FORMS = frozenset({Correction.SEQUENCE_TIS, Correction.SEQUENCE_MIS, Correction.GEOMETRIC_RS})
-"""Corrections by the ratio of a whole trajectory: all its tokens share one weight."""
+SEQUENCE_FORMS = frozenset(
+    {
+        Correction.SEQUENCE_TIS,
+        Correction.SEQUENCE_MIS,
+        Correction.GEOMETRIC_RS,
+        Correction.K2_RS,
+        Correction.K3_RS,
+    }
+)
+"""Corrections by a whole trajectory: all its tokens share one weight."""
+LARGEST_PROBABILITY = 1 - 1e-7
+"""Probabilities are at most this where 1 - p is divided by or taken the logarithm of."""
 
 
 @final
@@ -30,15 +40,22 @@ class SampledTokens:
 
     log_ratio: torch.Tensor
     """[N], finite, detached: d."""
+    logp_behaviour: torch.Tensor
+    """[N], finite: the behaviour's half of d."""
     sequence: torch.Tensor
     """Int64 [N]: the trajectory of each token, in [0, B)."""
     sequences: int
     """B."""
 
-    def sequence_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B] sums of d and [B] token counts. A trajectory without tokens has 0 and 0."""
-        sums = self.log_ratio.new_zeros(self.sequences).index_add(0, self.sequence, self.log_ratio)
-        return sums, torch.bincount(self.sequence, minlength=self.sequences)
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 [B]: sums of [N] values over trajectories; 0 for one without tokens."""
+        sums = torch.zeros(self.sequences, dtype=torch.float64, device=values.device)
+        return sums.index_add(0, self.sequence, values.to(torch.float64))
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 [B]: the same, means."""
+        counts = torch.bincount(self.sequence, minlength=self.sequences)
+        return self.sequence_sums(values) / counts.clamp(min=1)
 
 
 @final
@@ -97,23 +114,53 @@ def icepop(tokens: SampledTokens, low: float, high: float) -> Weighting:
 
 def sequence_tis(tokens: SampledTokens, low: float, high: float) -> Weighting:
     """min(exp(sum of d), high) for all tokens of the trajectory."""
-    sums, _ = tokens.sequence_sums()
-    ratio = bounded_ratio(sums)[tokens.sequence]
+    ratio = bounded_ratio(tokens.sequence_sums(tokens.log_ratio))[tokens.sequence].to(tokens.log_ratio.dtype)
     return _weighting(ratio.clamp(max=high), capped=ratio > high)
 
 
 def sequence_mis(tokens: SampledTokens, low: float, high: float) -> Weighting:
     """exp(sum of d) where it is in [low, high], else the trajectory is dropped."""
-    sums, _ = tokens.sequence_sums()
-    ratio = bounded_ratio(sums)[tokens.sequence]
+    ratio = bounded_ratio(tokens.sequence_sums(tokens.log_ratio))[tokens.sequence].to(tokens.log_ratio.dtype)
     return _weighting(ratio, vetoed=_outside(ratio, low, high))
 
 
 def geometric_rs(tokens: SampledTokens, low: float, high: float) -> Weighting:
     """Weight 1; the trajectory is dropped unless exp(mean of d) is in [low, high]. A gate: no importance weight."""
-    sums, counts = tokens.sequence_sums()
-    ratio = bounded_ratio(sums / counts.clamp(min=1))[tokens.sequence]
-    return _weighting(torch.ones_like(ratio), vetoed=_outside(ratio, low, high))
+    ratio = bounded_ratio(tokens.sequence_means(tokens.log_ratio))[tokens.sequence]
+    return _weighting(torch.ones_like(tokens.log_ratio), vetoed=_outside(ratio, low, high))
+
+
+def token_rs(tokens: SampledTokens, low: float, high: float) -> Weighting:
+    """Weight 1 where low <= r <= high, else the token is popped. A gate: no importance weight."""
+    ratio = bounded_ratio(tokens.log_ratio)
+    return _weighting(torch.ones_like(ratio), popped=_outside(ratio, low, high))
+
+
+def k2_rs(tokens: SampledTokens, low: float, high: float) -> Weighting:
+    """Weight 1; the trajectory is dropped when the mean of d^2 / 2 over its tokens is above `high`."""
+    divergence = tokens.sequence_means(tokens.log_ratio.square() / 2)[tokens.sequence]
+    return _weighting(torch.ones_like(tokens.log_ratio), vetoed=divergence > high)
+
+
+def k3_rs(tokens: SampledTokens, low: float, high: float) -> Weighting:
+    """Weight 1; the trajectory is dropped when the mean of e^d - 1 - d over its tokens is above `high`."""
+    bounded = tokens.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    divergence = tokens.sequence_means(torch.expm1(bounded) - bounded)[tokens.sequence]
+    return _weighting(torch.ones_like(tokens.log_ratio), vetoed=divergence > high)
+
+
+def binary_kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+    """[N]: KL of two coins that show the token with probability p and q; finite for all finite log-probabilities."""
+    p, q = (x.exp().clamp(max=LARGEST_PROBABILITY) for x in (logp, logq))
+    return p * (logp - logq) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+
+
+def kpop(tokens: SampledTokens, low: float, high: float) -> Weighting:
+    """Weight 1; the token is popped when the larger of both binary KLs, trainer and behaviour, is above `high`."""
+    behaviour = tokens.logp_behaviour
+    trainer = behaviour + tokens.log_ratio
+    divergence = torch.maximum(binary_kl(trainer, behaviour), binary_kl(behaviour, trainer))
+    return _weighting(torch.ones_like(tokens.log_ratio), popped=divergence > high)
 
 
 CORRECTIONS: dict[Correction, Callable[[SampledTokens, float, float], Weighting]] = {
@@ -123,6 +170,10 @@ CORRECTIONS: dict[Correction, Callable[[SampledTokens, float, float], Weighting]
     Correction.SEQUENCE_TIS: sequence_tis,
     Correction.SEQUENCE_MIS: sequence_mis,
     Correction.GEOMETRIC_RS: geometric_rs,
+    Correction.TOKEN_RS: token_rs,
+    Correction.K2_RS: k2_rs,
+    Correction.K3_RS: k3_rs,
+    Correction.KPOP: kpop,
 }
 
 
@@ -131,6 +182,22 @@ def vetoed_by(tokens: SampledTokens, threshold: float) -> torch.Tensor:
     catastrophic = tokens.log_ratio < math.log(threshold)
     vetoed = torch.bincount(tokens.sequence[catastrophic], minlength=tokens.sequences) > 0
     return vetoed[tokens.sequence]
+
+
+def off_policy_mask(
+    log_ratio: torch.Tensor, advantage: torch.Tensor, sequence: torch.Tensor, sequences: int, threshold: float
+) -> torch.Tensor:
+    """Bool [N]: tokens of trajectories whose mean advantage is negative and whose mean of `log_ratio` is above this.
+
+    `log_ratio`, [N]: log behaviour - log policy, of the policy before the step. DeepSeek-V3.2, `algorithms.md` C.1.
+    """
+
+    def means(values: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(sequences, dtype=torch.float64, device=values.device)
+        counts = torch.bincount(sequence, minlength=sequences).clamp(min=1)
+        return sums.index_add(0, sequence, values.to(torch.float64)) / counts
+
+    return ((means(advantage) < 0) & (means(log_ratio) > threshold))[sequence]
 
 
 def mean_weight(weights: torch.Tensor, tokens: SampledTokens, counted: torch.Tensor, by_sequence: bool) -> float:
@@ -143,8 +210,10 @@ def mean_weight(weights: torch.Tensor, tokens: SampledTokens, counted: torch.Ten
     return float((weights * share).sum()) / total if total else 0.0
 
 
-def weigh(config: ObjectiveConfig, tokens: SampledTokens) -> Weighting:
-    """The configured correction, then the veto, then the normalisation.
+def weigh(config: ObjectiveConfig, tokens: SampledTokens, off_policy: torch.Tensor | None = None) -> Weighting:
+    """The configured correction, then the vetoes, then the normalisation.
+
+    `off_policy`, bool [N]: tokens of trajectories that `off_policy_mask` drops. None: it is off.
 
     The mean weight is taken over what the loss's denominator counts, all tokens or the kept ones: with token weights
     and the token mean, the normalised loss is then sum(w l) / sum(w) under either convention.
@@ -152,6 +221,9 @@ def weigh(config: ObjectiveConfig, tokens: SampledTokens) -> Weighting:
     weighting = CORRECTIONS[config.correction](tokens, config.correction_low, config.correction_high)
     if config.veto is not None:
         vetoed = weighting.vetoed | vetoed_by(tokens, config.veto)
+        weighting = replace(weighting, weights=weighting.weights.masked_fill(vetoed, 0), vetoed=vetoed)
+    if off_policy is not None:
+        vetoed = weighting.vetoed | off_policy
         weighting = replace(weighting, weights=weighting.weights.masked_fill(vetoed, 0), vetoed=vetoed)
     if config.batch_normalise:
         rejected = weighting.popped | weighting.vetoed

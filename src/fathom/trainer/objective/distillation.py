@@ -150,3 +150,55 @@ def _log_mass(log_weight: torch.Tensor, token: torch.Tensor, count: int) -> torc
     largest = torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
     mass = log_weight.new_zeros(count).index_add(0, token, (log_weight - largest[token]).exp())
     return largest + torch.where(mass > 0, mass, torch.ones_like(mass)).log()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtTokens:
+    """What teachers say of the tokens with loss of an optimizer step, or of some of them. Nothing has a gradient."""
+
+    config: DistillationConfig
+    """What is made of it."""
+    logp_teacher: torch.Tensor
+    """[N]: the teacher's log-probability of each token."""
+    compared: ComparedTokens | None = None
+    """More ids at each of the N tokens. None: only the sampled tokens are compared."""
+
+    def __post_init__(self) -> None:
+        if (self.config.form is DistillationForm.SAMPLED_TOKEN) != (self.compared is None):
+            raise ValueError(f"distillation.form = '{self.config.form}' and the ids compared do not go together")
+        if self.compared is not None and len(self.compared.offsets) != len(self.logp_teacher) + 1:
+            raise ValueError(f"ids of {len(self.compared.offsets) - 1} beside {len(self.logp_teacher)} tokens")
+
+    def take(self, index: torch.Tensor) -> TaughtTokens:
+        """Those of the tokens at `index`, int64 [n]."""
+        compared = None if self.compared is None else self.compared.take(index)
+        return TaughtTokens(config=self.config, logp_teacher=self.logp_teacher[index], compared=compared)
+
+    def advantage(self, base: torch.Tensor, logp_old: torch.Tensor) -> torch.Tensor:
+        """[N] advantages of the policy loss; where ids are compared, the base alone."""
+        if self.compared is not None:
+            return base
+        return distilled_advantage(base, logp_old, self.logp_teacher, self.config.coefficient)
+
+    def finite(self, logp_ids: torch.Tensor | None) -> torch.Tensor:
+        """[N]: 0 where all ids of a token have finite log-probabilities under the student, else what is not finite."""
+        nothing = torch.zeros_like(self.logp_teacher)
+        if self.compared is None:
+            return nothing
+        ids = self._ids(logp_ids).detach().to(nothing.dtype)
+        return nothing.index_add(0, self.compared.tokens, ids * 0)
+
+    def terms(self, logp_ids: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor | None:
+        """[n], with gradient: the sum over the compared ids at each of the tokens at int64 [n] `kept`, which alone enter
+        any arithmetic. None: no ids are compared."""
+        if self.compared is None:
+            return None
+        sums, _ = compared_loss(self.config, self._ids(logp_ids)[self.compared.places(kept)], self.compared.take(kept))
+        return sums
+
+    def _ids(self, logp_ids: torch.Tensor | None) -> torch.Tensor:
+        assert self.compared is not None, "asked only where there are ids"
+        if logp_ids is None or logp_ids.shape != self.compared.logp_teacher.shape:
+            raise ValueError("ids are compared with a teacher, and the forward does not say how likely they are")
+        return logp_ids
