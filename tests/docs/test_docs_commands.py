@@ -15,8 +15,11 @@ from fathom.apps.cli.main import app
 from fathom.apps.cli.weights.group import RunFirst
 from fathom.bench.workloads import WORKLOADS
 from fathom.config.load import option_names
+from fathom.envs.registry import BUILT_IN
+from fathom.run.tuning.plan import KINDS
 
 OPTIONS = set(option_names())
+OPTIONS_OF = {kind: set(option_names(root)) for kind, root in KINDS.items()}
 BENCH_OPTIONS = {name: set(workload.options.model_fields) for name, workload in WORKLOADS.items()}
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)*)=.+")
 
@@ -45,7 +48,11 @@ def check(words: list[str]) -> None:
             assert word in flags or word == "--help", f"{' '.join(words)}: there is no option {word}"
         if override := OVERRIDE.fullmatch(word):
             name = override[1]
-            known = BENCH_OPTIONS[words[2]] if words[1] == "bench" else OPTIONS
+            known = OPTIONS_OF.get(words[1], OPTIONS)
+            if words[1] == "bench":
+                known = BENCH_OPTIONS[words[2]]
+            elif words[1:3] == ["tasks", "rows"]:
+                known = set(BUILT_IN[words[3]][0].model_fields)
             assert name in known or name.startswith("task.options."), f"{' '.join(words)}: there is no option {name}"
         if word.startswith("recipes/"):
             assert (ROOT / word).is_file(), f"{' '.join(words)}: there is no file {word}"

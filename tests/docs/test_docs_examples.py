@@ -14,6 +14,7 @@ import pytest
 from markdown_pages import PAGES, ROOT, Block, blocks, name_of
 
 from fathom.config.load import parse_config
+from fathom.run.tuning.plan import KINDS, parse_tuning
 from synthetic.history import write_run
 
 CONFIGS = blocks("toml")
@@ -37,6 +38,9 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 def test_configs_are_valid(block: Block) -> None:
     """A part of a config must be valid in the demo's."""
     tree = tomllib.loads(block.text)
+    if tree.get("kind") in KINDS:
+        parse_tuning(tree, block.id, tree["kind"])
+        return
     if not tree.keys() >= WHOLE:
         recipe = tomllib.loads((ROOT / "recipes" / "arithmetic.toml").read_text())
         tree = merged(recipe, tree)

@@ -21,6 +21,7 @@ from fathom.bench.workloads import WORKLOADS
 from fathom.config.load import TABLE_KEY, is_table, nested_section
 from fathom.config.run import RunConfig
 from fathom.envs.registry import BUILT_IN
+from fathom.run.tuning.plan import KINDS
 
 _SIMPLE = {str: "text", int: "int", float: "float", bool: "bool", type(None): "none"}
 
@@ -40,6 +41,14 @@ _TASKS_HEAD = """\
 They stand under `[task.options]`. A task of one's own declares its options itself
 ([how](../how-to/own-task.md)).
 """
+
+_TUNING_HEAD = """\
+## Options of `fathom sft` and `fathom dpo`
+
+Their files are TOML too; an option that stands in a table has its dotted name here.
+"""
+
+_TABLE = "| option | type | default | |\n|---|---|---|---|\n"
 
 _BENCHES_HEAD = """\
 ## Options of the benches
@@ -62,10 +71,26 @@ def options_page() -> str:
     """`docs/reference/options.md`."""
     sections = "".join(_section(RunConfig, "", None))
     tasks = "".join(_owned(f'task.kind = "{kind}"', model.__doc__, model) for kind, (model, _) in BUILT_IN.items())
+    tuning = "".join(_tuning(kind, root) for kind, root in KINDS.items())
     benches = "".join(
         _owned(f"fathom bench {name}", workload.about, workload.options) for name, workload in WORKLOADS.items()
     )
-    return f"{_OPTIONS_HEAD}\n{sections}{_TASKS_HEAD}\n{tasks}{_BENCHES_HEAD}\n{benches}".rstrip() + "\n"
+    return f"{_OPTIONS_HEAD}\n{sections}{_TUNING_HEAD}\n{tuning}{_TASKS_HEAD}\n{tasks}{_BENCHES_HEAD}\n{benches}".rstrip() + "\n"
+
+
+def _tuning(kind: str, root: type[BaseModel]) -> str:
+    """All options of a kind of run, by their dotted names."""
+    return f"### `fathom {kind}`\n\n{_one_line(root.__doc__ or '')}\n\n{_TABLE}{''.join(_rows(root, '', None))}\n"
+
+
+def _rows(section: type[BaseModel], prefix: str, default: Any) -> Iterator[str]:
+    for key, field in section.model_fields.items():
+        model = nested_section(field.annotation)
+        if model is None:
+            yield _row(f"{prefix}{key}", field, field.default if default is None else vars(default)[key])
+        else:
+            given = field.default if isinstance(field.default, BaseModel) else None
+            yield from _rows(model, f"{prefix}{key}.", given if default is None else vars(default)[key])
 
 
 def cli_page() -> str:
