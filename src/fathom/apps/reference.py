@@ -75,7 +75,8 @@ def options_page() -> str:
     benches = "".join(
         _owned(f"fathom bench {name}", workload.about, workload.options) for name, workload in WORKLOADS.items()
     )
-    return f"{_OPTIONS_HEAD}\n{sections}{_TUNING_HEAD}\n{tuning}{_TASKS_HEAD}\n{tasks}{_BENCHES_HEAD}\n{benches}".rstrip() + "\n"
+    parts = (f"{_OPTIONS_HEAD}\n{sections}", f"{_TUNING_HEAD}\n{tuning}", f"{_TASKS_HEAD}\n{tasks}")
+    return f"{''.join(parts)}{_BENCHES_HEAD}\n{benches}".rstrip() + "\n"
 
 
 def _tuning(kind: str, root: type[BaseModel]) -> str:
