@@ -48,10 +48,10 @@ def loop():
 @pytest.fixture(scope="module", params=["single-turn", "agents"])
 def players(loop, request):
     if request.param == "agents":
-        limits = LimitsConfig(grade_s=1.0, grace_s=0.1)
+        limits = LimitsConfig(grade_s=2.0, grace_s=1.5)
         made: AgentProcesses | Grader = AgentProcesses(ComparingAgents(), limits)
     else:
-        made = Grader(Comparing(), workers=1, timeout_s=1.0)
+        made = Grader(Comparing(), workers=1, timeout_s=2.0)
     loop.run_until_complete(made.start())
     yield made
     loop.run_until_complete(made.close())
@@ -73,7 +73,7 @@ def test_a_fault_has_a_cause_and_harms_no_other_group(loop, players, deed):
 
 def test_a_grader_names_its_own_cause(loop):
     async def grade():
-        async with Grader(Comparing(), workers=1, timeout_s=5.0) as grader:
+        async with Grader(Comparing(), workers=1, timeout_s=30.0) as grader:
             return await grader.grade(task(""), "no budget")
 
     assert loop.run_until_complete(grade()) == Ungraded(cause="judge_budget", detail="all calls are used up")
