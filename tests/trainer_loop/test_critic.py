@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from random_rows import make_row, save_model
+from random_rows import make_group, make_row, save_model
 
-from fathom.config.families import Dtype, OptimizerKind
-from fathom.config.trainer import CriticConfig, OptimizerConfig, TrainerConfig
+from fathom.config.families import Dtype, ObjectiveKind, OptimizerKind
+from fathom.config.objective import ObjectiveConfig
+from fathom.config.trainer import CriticConfig, OptimizerConfig, StalenessConfig, TrainerConfig
 from fathom.core.errors import CheckpointError
+from fathom.core.records.step import TrainBatch
 from fathom.trainer.backends.critic import ValueModel
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.torch_backend import TorchBackend
+from fathom.trainer.loop.trainer import Trainer
 
 CONFIG = CriticConfig(optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2))
 
@@ -149,6 +152,62 @@ def test_steps_that_train_the_critic_alone_count_and_move_nothing_else(folder, t
     assert moved[0] == moved[1]
     assert moved[0].lr == pytest.approx(optimizer.lr / 2)  # its schedule starts after the held steps
     assert moved[2].lr == moved[0].lr
+
+
+def _ppo(folder, *, begin=True):
+    optimizer = OptimizerConfig(lr=1e-3)
+    critic = CriticConfig(warmup_steps=2, optimizer=OptimizerConfig(lr=1e-2))
+    config = TrainerConfig(steps=6, groups_per_step=1, steps_on_a_batch=2, optimizer=optimizer, critic=critic)
+    backend = TorchBackend(folder, config)
+    trainer = Trainer(backend, config, ObjectiveConfig(kind=ObjectiveKind.PPO), StalenessConfig(max_staleness=9))
+    if begin:
+        trainer.begin()
+    return trainer, backend
+
+
+def _steps(trainer, batches):
+    outcomes = []
+    for _ in range(batches):
+        rows = _rows(trainer.version, count=4)
+        batch = TrainBatch(groups=(make_group(rows, [1.0, 0.0, 0.5, 1.0]),))
+        outcomes += trainer.steps(batch, trainer.version)
+    return outcomes
+
+
+def test_ppo_trains_both_and_says_how_the_critic_does(folder):
+    trainer, backend = _ppo(folder)
+    before = {name: tensor.detach().clone() for name, tensor in backend.weights().items()}
+    first, second, third, *_ = _steps(trainer, 2)
+    # values are 0 before the first step, so that returns are all it is wrong by
+    assert first.metrics.explained_variance in (None, pytest.approx(0.0, abs=1e-6))
+    assert first.metrics.value_loss > 0
+    assert (first.metrics.lr, second.metrics.lr, third.metrics.lr) == (0.0, 0.0, 1e-3)
+    assert all(outcome.stepped and outcome.metrics.critic_grad_norm > 0 for outcome in (first, second, third))
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in backend.weights().items())
+    # its tokens have advantages of their own
+    assert all(len(set(row.advantages.tolist())) > 1 for row in third.rows if len(row.positions) > 2)
+
+
+def test_a_ppo_run_resumes_bit_for_bit(folder, tmp_path):
+    straight, backend = _ppo(folder)
+    expected = _steps(straight, 3)
+    first, first_backend = _ppo(folder)
+    _steps(first, 1)  # the critic alone
+    first_backend.save(tmp_path / "one")
+    resumed, resumed_backend = _ppo(folder, begin=False)
+    resumed_backend.load(tmp_path / "one")
+    middle = _steps(resumed, 1)
+    resumed_backend.save(tmp_path / "two")
+    last, last_backend = _ppo(folder, begin=False)
+    last_backend.load(tmp_path / "two")
+    again = middle + _steps(last, 1)
+    for left, right in zip(expected[2:], again, strict=True):
+        for name in ("loss", "value_loss", "grad_norm", "critic_grad_norm", "lr"):
+            assert getattr(left.metrics, name) == getattr(right.metrics, name)
+    for name, tensor in backend.weights().items():
+        assert torch.equal(tensor, last_backend.weights()[name])
+    packed = PackedRows.of_rows(_rows(9))
+    assert torch.equal(backend.critic.values(packed), last_backend.critic.values(packed))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folder):

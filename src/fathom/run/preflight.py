@@ -51,6 +51,8 @@ def check_machine(config: RunConfig, weight_bytes: int) -> None:
 
 def _check_optimizers(config: RunConfig) -> None:
     named = {"trainer.optimizer": config.trainer.optimizer}
+    if config.trainer.critic is not None:
+        named["trainer.critic.optimizer"] = config.trainer.critic.optimizer
     if config.warm_start is not None:
         named["warm_start.optimizer"] = config.warm_start.optimizer
     for option, optimizer in named.items():
@@ -187,7 +189,8 @@ def _check_store(store: str | None) -> None:
 
 def _check_disk(config: RunConfig, weight_bytes: int) -> None:
     """The checkpoints that are kept, one more while it is written, and the chain of versions."""
-    one = weight_bytes + weight_bytes // _SMALLEST_ELEMENT_BYTES * _STATE_BYTES_PER_PARAMETER
+    models = 1 if config.trainer.critic is None else 2
+    one = weight_bytes + models * (weight_bytes // _SMALLEST_ELEMENT_BYTES * _STATE_BYTES_PER_PARAMETER)
     needed = one * (config.checkpoint.keep + 1) + _SPARE_BYTES
     if config.sync.chain.store is None:
         versions = config.trainer.steps // config.staleness.publish_every + 1

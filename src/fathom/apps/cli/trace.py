@@ -79,22 +79,12 @@ def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
     for step in steps:
         console.print(_norm(step))
         table = Table(box=None, header_style="dim", pad_edge=False)
-        for column in (
-            "trajectory",
-            "task",
-            "share",
-            "reward",
-            "advantage",
-            "tokens",
-            "refused",
-            "log ratio",
-            "weight",
-        ):
-            table.add_column(column, justify="left" if column in ("trajectory", "task") else "right")
+        table.add_column("trajectory", no_wrap=True)  # to be copied
+        for column in ("share", "reward", "advantage", "tokens", "refused", "log ratio", "weight"):
+            table.add_column(column, justify="right")
         for part in step.parts:
             table.add_row(
                 part.trajectory,
-                part.task,
                 f"{part.share:.1%}",
                 "-" if part.reward is None else f"{part.reward:g}",
                 f"{part.advantage:+.3f}",
