@@ -43,6 +43,7 @@ from fathom.run.rollouts.agents import agent_runner
 from fathom.run.rollouts.demonstrating import played_demonstrations
 from fathom.run.rollouts.evaluation import Evaluator
 from fathom.run.rollouts.of_adapter import OfAdapter
+from fathom.run.rollouts.overlong import shaping
 from fathom.run.rollouts.players import Players
 from fathom.run.starting_weights import require_devices, starting_weights
 from fathom.run.stop import Stop
@@ -136,7 +137,7 @@ async def _run(
                     fresh=newest is None,
                     tasks=resolved.train,
                     buffer=buffer,
-                    runner=taught,
+                    runner=shaping(taught, config.objective),
                     learner=learner,
                     delivery=delivery,
                     fleet=fleet,
@@ -273,7 +274,7 @@ async def _demonstrations(resolved: Resolved, players: Players, count: int, reco
 def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:
     start = adapter_start(config.lora, config.name, config.seed, config.model.path)
     backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned, adapter=start)
-    return Trainer(backend, config.trainer, config.objective, config.staleness), backend
+    return Trainer(backend, config.trainer, config.objective, config.staleness, config.distillation), backend
 
 
 def _fleet(

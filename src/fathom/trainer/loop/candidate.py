@@ -29,6 +29,8 @@ class Candidate:
     """Its trajectory ended as truncated."""
     routable: bool
     """Its expert routes are complete, or are not to be replayed."""
+    taught: bool = True
+    """A teacher has scored its tokens at their own temperatures, or none is needed."""
     old_logprobs: np.ndarray | None = None
     """float32 [N]: trainer's log-probabilities before the first step on the batch. None: no pass was made for it."""
     ref_logprobs: np.ndarray | None = None

@@ -21,6 +21,8 @@ OVER_AGE = MASK_CODES[MaskReason.AGE]
 """Mask code of tokens whose row was removed for age."""
 NO_ROUTES = MASK_CODES[MaskReason.ROUTES]
 """Mask code of tokens whose row was removed for want of complete routes."""
+NO_TEACHER = MASK_CODES[MaskReason.NO_TEACHER]
+"""Mask code of tokens whose row was removed for want of a teacher's scores."""
 
 
 @final
@@ -59,11 +61,13 @@ class Tally:
                 self.trainer_logprobs[place] = candidate.old_logprobs
             if not candidate.routable:
                 self.mask_codes[place] = NO_ROUTES
+            elif not candidate.taught:
+                self.mask_codes[place] = NO_TEACHER
 
     @property
     def untrained(self) -> np.ndarray:
         """bool [N]: tokens of rows that were removed before any forward."""
-        return np.isin(self.mask_codes, (OVER_AGE, NO_ROUTES))
+        return np.isin(self.mask_codes, (OVER_AGE, NO_ROUTES, NO_TEACHER))
 
     def add(self, index: np.ndarray, trainer_logprobs: Tensor, gate: Gate, sums: LossSums) -> None:
         """Report on the tokens at `index`, int64 [n]."""

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from fathom.config.distillation import DistillationConfig
 from fathom.config.families import KlPlacement, Proximal
 from fathom.config.objective import ObjectiveConfig
 from fathom.config.objectives.declaration import RecordField
@@ -29,6 +31,7 @@ from fathom.trainer.loop.credit import joined, with_credit
 from fathom.trainer.loop.outcome import step_outcome
 from fathom.trainer.loop.packing import micro_batches, mini_batches
 from fathom.trainer.loop.tally import Tally, row_places
+from fathom.trainer.loop.taught import distillation_metrics, taught_tokens, with_teachers
 from fathom.trainer.objective.credit.assign import by_token
 from fathom.trainer.objective.credit.value_loss import ValueSums, value_micro_batch_loss
 from fathom.trainer.objective.objective import LossSums, micro_batch_loss
@@ -60,12 +63,18 @@ class Trainer:
     """
 
     def __init__(
-        self, backend: Backend, config: TrainerConfig, objective: ObjectiveConfig, staleness: StalenessConfig
+        self,
+        backend: Backend,
+        config: TrainerConfig,
+        objective: ObjectiveConfig,
+        staleness: StalenessConfig,
+        distillation: DistillationConfig | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
         self._objective = objective
         self._staleness = staleness
+        self._distillation = distillation
         self._reference: str | None = None  # digest of the reference that the rows at hand were scored with
         self._replayed = backend.experts if config.replay_routes else None
         if config.replay_routes and self._replayed is None:
@@ -111,7 +120,7 @@ class Trainer:
             raise BooksError(f"the clock says version {version}, the weights are those of version {self.version}")
         started = time.perf_counter()
         candidates = candidates_of(batch, self._objective.advantage, version, self._replayed)
-        candidates = self._before_the_first_step(batch, candidates, stop)
+        candidates = with_teachers(self._distillation, self._before_the_first_step(batch, candidates, stop))
         lengths, owners = [c.length for c in candidates], [c.row.trajectory for c in candidates]
         for number, part in enumerate(mini_batches(lengths, owners, self._config.steps_on_a_batch)):
             yield self._step([candidates[index] for index in part], stop, started, first=number == 0)
@@ -148,7 +157,7 @@ class Trainer:
             self._discard()
             raise
         update, critic_update = self._update(tally, version)
-        return step_outcome(
+        outcome = step_outcome(
             version=version,
             candidates=candidates,
             tally=tally,
@@ -158,6 +167,8 @@ class Trainer:
             reference=self._reference,
             step_s=time.perf_counter() - started,
         )
+        metrics = distillation_metrics(self._distillation, candidates, tally.sums)
+        return msgspec.structs.replace(outcome, distillation=metrics)
 
     def _update(self, tally: Tally, version: int) -> tuple[Update | None, Update | None]:
         """What policy and critic did. The critic steps only where the policy's step counts."""
@@ -202,11 +213,11 @@ class Trainer:
                 tally.add_values(self._critic.accumulate(packed, self._value_loss_of(share, stop)))
 
     def _fresh(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Indices of the rows that are within the bounds at the current version and have the routes they need."""
+        """Indices of the rows that are within the bounds at the current version and have what they need."""
         return [
             i
             for i, candidate in enumerate(candidates)
-            if candidate.routable and not candidate.over_age(self.version, self._staleness)
+            if candidate.routable and candidate.taught and not candidate.over_age(self.version, self._staleness)
         ]
 
     def _step_tokens(self, fresh: Sequence[Candidate], stop: Stop, *, first: bool) -> StepTokens:
@@ -238,6 +249,7 @@ class Trainer:
             blend=blend,
             values=joined([candidate.values for candidate in fresh]),
             returns=joined([candidate.returns for candidate in fresh]),
+            taught=taught_tokens(self._distillation, rows),
         )
 
     def _loss_of(self, share: StepPlan, stop: Stop) -> Callable[[TokenOutputs], tuple[Tensor, _Report]]:

@@ -190,8 +190,8 @@ class TaughtTokens:
         return nothing.index_add(0, self.compared.tokens, ids * 0)
 
     def terms(self, logp_ids: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor | None:
-        """[n], with gradient: the sum over the compared ids at each of the tokens at int64 [n] `kept`, which alone enter
-        any arithmetic. None: no ids are compared."""
+        """[n], with gradient: the sum over the compared ids at each of the tokens at int64 [n] `kept`, which alone
+        enter any arithmetic. None: no ids are compared."""
         if self.compared is None:
             return None
         sums, _ = compared_loss(self.config, self._ids(logp_ids)[self.compared.places(kept)], self.compared.take(kept))
