@@ -120,6 +120,17 @@ def test_an_agent_that_asked_nothing_has_no_reward():
     assert (header.status, header.reward.cause) == (TrajectoryStatus.FAILED, "no_turns")
 
 
+@pytest.mark.parametrize("acting", list(Acting))
+def test_an_agent_that_was_cut_before_any_answer_had_come_has_no_reward(acting):
+    """The engine was silent all the time, say. That is no reward of 0."""
+    playing = Playing("ho$", leaves=True, acting=acting)
+    trajectory = playing.run()
+    assert (trajectory.header.status, trajectory.header.reward.cause) == (TrajectoryStatus.FAILED, "no_turns")
+    assert f"agent_{acting}" in trajectory.header.reward.detail
+    assert isinstance(playing.told, Ungraded), "nothing is asked of the grader"
+    assert trajectory.payload.num_sampled == 0
+
+
 def test_what_did_not_boot_has_no_reward_and_says_why():
     trajectory = Playing("ho$", boots=False).run()
     assert trajectory.header.status is TrajectoryStatus.FAILED

@@ -164,7 +164,9 @@ class _Ended:
         status, cause = closed.status, closed.cause
         aborted = closed.finish_reasons[-1:] == (FinishReason.ABORTED,)
         if status is not TrajectoryStatus.FAILED and not aborted:
-            if acting is not Acting.ENDED:
+            if not closed.finish_reasons:  # cut while it waited for its first answer: nothing is there to be graded
+                status, cause = TrajectoryStatus.FAILED, f"no_turns: agent_{acting.value} before any answer: {detail}"
+            elif acting is not Acting.ENDED:
                 status, cause = TrajectoryStatus.TRUNCATED, f"agent_{acting.value}: {detail}"
             elif status is TrajectoryStatus.ABORTED:  # the agent left while the model answered
                 status = TrajectoryStatus.TRUNCATED
