@@ -38,6 +38,7 @@ max_new_tokens = 24
 max_prompt_tokens = 176
 [engine]
 max_running = 16
+health_timeout_s = 60
 [trainer]
 steps = 3
 groups_per_step = 2
@@ -108,7 +109,7 @@ def test_a_killed_engine_costs_no_group_its_end(tmp_path: Path, model: Path, pat
     assert process.wait(within_s=300.0, gone_s=60.0) == 0
     require_sound(run)
     with LedgerReader(run / "ledger") as reader:
-        assert len(reader.events(EngineRestored)) == 1
+        assert reader.events(EngineRestored)
         assert any("-9" in entry.event.detail for entry in reader.events(FaultSeen))
     records = trajectories(run)
     for reward, record in records:
