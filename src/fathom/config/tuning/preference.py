@@ -11,7 +11,13 @@ from fathom.config.lora import LoraConfig
 from fathom.config.run import LedgerConfig
 from fathom.config.section import Section
 from fathom.config.trainer import CheckpointConfig, WarmStartConfig
-from fathom.config.tuning.sections import DataConfig, TuningEvaluationConfig, TuningModelConfig, TuningTrainerConfig
+from fathom.config.tuning.sections import (
+    DataConfig,
+    TuningEvaluationConfig,
+    TuningModelConfig,
+    TuningTrainerConfig,
+    check_lora,
+)
 
 
 class PreferenceObjectiveConfig(Section):
@@ -63,6 +69,7 @@ class PreferenceConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_lora(self.lora)
         if self.data.too_long is TooLong.TRUNCATE:
             raise ValueError(
                 "data.too_long = 'truncate' would compare answers by where they were cut; set 'leave_out', or raise "

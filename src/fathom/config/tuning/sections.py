@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from fathom.config.families import Dtype, TooLong
+from fathom.config.lora import LoraConfig
 from fathom.config.section import DEVICE, Section
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 
@@ -92,6 +93,12 @@ class TuningTrainerConfig(Section):
             threads=self.threads,
             optimizer=self.optimizer,
         )
+
+
+def check_lora(lora: LoraConfig | None) -> None:
+    """Raise ValueError for what of an adapter has no meaning where nothing is published."""
+    if lora is not None and "publish" in lora.model_fields_set:
+        raise ValueError("lora.publish is for engines, and this run has none; remove it")
 
 
 class TuningEvaluationConfig(Section):

@@ -11,7 +11,13 @@ from fathom.config.lora import LoraConfig
 from fathom.config.run import LedgerConfig
 from fathom.config.section import Section
 from fathom.config.trainer import CheckpointConfig
-from fathom.config.tuning.sections import DataConfig, TuningEvaluationConfig, TuningModelConfig, TuningTrainerConfig
+from fathom.config.tuning.sections import (
+    DataConfig,
+    TuningEvaluationConfig,
+    TuningModelConfig,
+    TuningTrainerConfig,
+    check_lora,
+)
 
 
 class SupervisedObjectiveConfig(Section):
@@ -58,3 +64,8 @@ class SupervisedConfig(Section):
     """The history."""
     trackers: tuple[Tracker, ...] = ()
     """Where metrics go besides the ledger."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_lora(self.lora)
+        return self
