@@ -142,6 +142,25 @@ class SyncOptions(Section):
     """`delta`: speeds of a simulated storage. At the last learning rate half and twice the crossover are added."""
 
 
+class LoraOptions(Section):
+    """What is published."""
+
+    model: str | None = None
+    """Hugging Face folder. None: the tiny model of the demo."""
+    rank: int = Field(default=8, gt=0)
+    """Rank of the adapter, on all linear layers."""
+    dtype: Dtype = Dtype.BFLOAT16
+    """Element type."""
+    transport: TransportKind = TransportKind.SHARED
+    """What carries both."""
+    threads: int = Field(default=1, gt=0)
+    """CPU threads of each process."""
+    repeats: int = Field(default=7, gt=0)
+    """Publications of each."""
+    seed: int = Field(default=0, ge=0)
+    """Fixes the adapter."""
+
+
 class TrainOptions(Section):
     """The step."""
 

@@ -89,6 +89,11 @@ def sync(
         _show(measured, record, as_json)
 
 
+def lora(overrides: Overrides = None, model: Model = None, out: Out = DEFAULT_OUT, as_json: AsJson = False) -> None:
+    """See `WORKLOADS`."""
+    _measure("lora", overrides, {"model": model}, out, as_json)
+
+
 def _drawn(picture: Path | None) -> Callable[[BenchRecord], None]:
     """Draws a record into that file. None: draws nothing. Raises ConfigError at once when nothing can be drawn here."""
     if picture is None:
@@ -123,6 +128,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "ledger": ledger,
     "session": session,
     "sync": sync,
+    "lora": lora,
     "train": train,
 }
 """One per workload."""

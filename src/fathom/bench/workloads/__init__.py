@@ -9,6 +9,7 @@ from typing import Any
 from fathom.bench.options import (
     EngineOptions,
     LedgerOptions,
+    LoraOptions,
     PipelineOptions,
     ProbeOptions,
     SessionOptions,
@@ -68,6 +69,12 @@ def _sync(options: SyncOptions, say: Say) -> Measured:
     return sync(options, say)
 
 
+def _lora(options: LoraOptions, say: Say) -> Measured:
+    from fathom.bench.workloads.lora import lora
+
+    return lora(options, say)
+
+
 def _train(options: TrainOptions, say: Say) -> Measured:
     from fathom.bench.workloads.train import train
 
@@ -104,6 +111,11 @@ WORKLOADS: dict[str, Workload] = {
         about="A version from the trainer to the engine on one host, and the pause it causes.",
         options=SyncOptions,
         measure=_sync,
+    ),
+    "lora": Workload(
+        about="A version of an adapter from the trainer to the engine, beside one of the whole model.",
+        options=LoraOptions,
+        measure=_lora,
     ),
     "train": Workload(
         about="One GRPO step, generation included, beside the same step by TRL.",
