@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fathom.config.trainer import OptimizerConfig
+from fathom.core.adapter import AdapterIdentity, MergeRounding
 from fathom.core.errors import ConfigError
 from fathom.model.routing import ExpertShape, Routing
 from fathom.trainer.backends.packed import PackedRows
@@ -40,6 +41,11 @@ class RankedBackend:
     def step(self) -> int:
         """See `port.Backend`."""
         return self._backend.step
+
+    @property
+    def adapter(self) -> AdapterIdentity | None:
+        """See `port.Backend`."""
+        return self._backend.adapter
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -117,6 +123,10 @@ class RankedBackend:
     def weights(self) -> Mapping[str, Tensor]:
         """See `port.Backend`."""
         return self._backend.weights()
+
+    def whole(self) -> tuple[Mapping[str, Tensor], MergeRounding | None]:
+        """See `port.Backend`."""
+        return self._backend.whole()
 
     def keep_reference(self) -> None:
         """See `port.Backend`."""
