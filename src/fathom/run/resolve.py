@@ -144,6 +144,13 @@ def describe(resolved: Resolved) -> list[str]:
         f"publish every {clock.publish_every} steps over {config.sync.transport}; running generations: "
         f"{rollout.in_flight}",
     ]
+    if config.lora is not None:
+        kind = "alpha / sqrt(rank)" if config.lora.rslora else "alpha / rank"
+        lines.insert(
+            1,
+            f"train an adapter of rank {config.lora.rank}, alpha {config.lora.alpha:g} ({kind}), on "
+            f"{', '.join(config.lora.target_modules) or 'all linear layers'}; published: {config.lora.publish}",
+        )
     if config.warm_start is not None:
         lines.insert(1, f"warm start: {config.warm_start.steps} supervised steps on {config.warm_start.tasks} tasks")
     if config.distillation is not None:

@@ -26,6 +26,7 @@ from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Backend, Update
+from fathom.trainer.backends.prefixes import PrefixOrder
 from fathom.trainer.loop.candidate import Candidate, candidates_of
 from fathom.trainer.loop.credit import joined, with_credit
 from fathom.trainer.loop.outcome import step_outcome
@@ -97,7 +98,7 @@ class Trainer:
         if self._objective.reference:
             self._backend.keep_reference()
         if self._critic is not None:
-            self._critic.begin(self._backend.weights(), self._config.steps)
+            self._critic.begin(self._backend.whole()[0], self._config.steps)
 
     def steps(self, batch: TrainBatch, version: int, stop: Stop = never) -> Iterator[StepOutcome]:
         """Train on a batch: `steps_on_a_batch` optimizer steps, one outcome after each.
@@ -281,7 +282,9 @@ class Trainer:
 
     def _cut(self, rows: Sequence[Row]) -> list[list[int]]:
         lengths, owners = [len(row.token_ids) for row in rows], [row.trajectory for row in rows]
-        return micro_batches(lengths, owners, self._config.tokens_per_micro_batch)
+        shared = self._config.share_prefixes and all(row.routes is None for row in rows)
+        prefixes = PrefixOrder.of([row.token_ids[: row.positions[-1]] for row in rows]) if shared else None
+        return micro_batches(lengths, owners, self._config.tokens_per_micro_batch, prefixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
