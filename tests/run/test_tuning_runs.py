@@ -42,7 +42,7 @@ def config(data, runs, kind, *, steps=None, trainer=None, **changes):
         "model": {"tiny": "arithmetic"},
         "data": {"train": [str(data / kind / "train.jsonl")], "held_out": str(data / kind / "eval.jsonl")},
         "trainer": {"tokens_per_step": 150, "tokens_per_micro_batch": 64, "optimizer": {"lr": 3e-3}} | (trainer or {}),
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 5},
     }
     tree["trainer"] |= {"epochs": 2} if steps is None else {"steps": steps}
     return parse_tuning(tree | changes, "test", kind)
@@ -81,10 +81,10 @@ def test_fine_tuning_trains_each_sample_once_an_epoch_and_leaves_a_model(data, t
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, kind):
-    straight = told(TuningRun.of(config(data, tmp_path / "a", kind, steps=5)).start().folder)
-    half = TuningRun.of(config(data, tmp_path / "b", kind, steps=3)).start().folder
+    straight = told(TuningRun.of(config(data, tmp_path / "a", kind, steps=3)).start().folder)
+    half = TuningRun.of(config(data, tmp_path / "b", kind, steps=2)).start().folder
     tree = json.loads((half / "config.json").read_text())
-    tree["trainer"]["steps"] = 5
+    tree["trainer"]["steps"] = 3
     (half / "config.json").write_text(json.dumps(tree))
     assert TuningRun.resume(half).start().reason == "steps"
     resumed = told(half)
