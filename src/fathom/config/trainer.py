@@ -87,6 +87,9 @@ class TrainerConfig(Section):
     """Optimizer steps that share a batch; its rows are split, each trained once."""
     tokens_per_micro_batch: int = Field(default=4096, gt=0)
     """Packed tokens in one forward; a longer single row is a micro-batch of its own. Never changes the result."""
+    share_prefixes: bool = True
+    """Compute what rows of a micro-batch begin with alike once, in whole pages of 32 tokens, and put such rows
+    together; not where rows have recorded routes. Never changes the result."""
     dtype: Dtype = Dtype.FLOAT32
     """Element type of the forward and of the published weights. Masters stay float32."""
     device: str = Field(default="cpu", pattern=DEVICE)

@@ -10,13 +10,14 @@ the model definitions stay untouched. No mask function is registered: `transform
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from fathom.model.kernels.cpu_attention import PAGE_TOKENS
@@ -52,17 +53,25 @@ class AttentionPlan(Protocol):
 
 @final
 class PackedAttention:
-    """Causal attention over sequences laid end to end: each attends only to itself. Differentiable.
+    """Causal attention over sequences laid end to end: each attends only to itself, and to what it comes after.
 
     On CPUs the forward is the engine's own kernel, so a row's bits are the engine's; its gradient is computed by
-    torch's attention, of which it is the same function.
+    torch's attention, of which it is the same function. Differentiable.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` are the sequences' numbers of tokens, each at least 1; they add up to T."""
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """A plan.
+
+        Args:
+            lengths: the sequences' numbers of tokens, each at least 1; they add up to T.
+            parents: index of the sequence that each comes right after, as if both were one; always an earlier one,
+                whole pages long. -1: after none. None: so do all.
+        """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every packed sequence needs at least one token, got lengths {list(lengths)}")
-        self._runs = tuple(_runs(lengths))
+        self._chains = _chains(lengths, parents if parents is not None else [-1] * len(lengths))
+        self._runs = tuple(_runs(lengths, self._chains))
+        self._places = {run.first + i: (number, i) for number, run in enumerate(self._runs) for i in range(run.count)}
         self.tokens = sum(lengths)
         self._lengths = np.array(lengths)
         self._tiled: tuple[TiledAttention, Tensor, Tensor] | None = None
@@ -77,24 +86,52 @@ class PackedAttention:
         """Without gradients, by the CPU kernel, over pages that live as long as this plan."""
         if self._tiled is None:
             counts = -(-self._lengths // PAGE_TOKENS)
-            tables = (np.cumsum(counts) - counts)[:, None] + np.arange(counts.max())
             shapes = page_shapes(int(counts.sum()), key.shape[1], key.shape[3], value.shape[3])
-            tiled = TiledAttention(tables, np.zeros_like(self._lengths), self._lengths)
+            starts = np.array([sum(self._lengths[list(chain)]) for chain in self._chains])
+            tiled = TiledAttention(self._tables(counts), starts, self._lengths)
             memory = [torch.empty(shape, dtype=query.dtype) for shape in shapes]
             self._tiled = (tiled, memory[0], memory[1])
         tiled, keys, values = self._tiled
         return tiled.attend(query, key, value, scaling, keys, values)
 
     def by_torch(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """By torch. Neighbours of equal length are computed as one batch; tokens that the plan lacks are zero."""
+        """By torch. Neighbours of equal length are computed as one batch; tokens that the plan lacks are zero.
+
+        Where a sequence comes after another, both are computed as one, the queries of the first being empty: torch's
+        causal attention knows no other shape, and no more is computed than for rows that share nothing.
+        """
+        padding = query.shape[2] - self.tokens
+        sizes = [run.count * run.length for run in self._runs] + ([padding] if padding else [])
+        queries, keys, values = (
+            [_unpack(part, run) for part, run in zip(tensor.squeeze(0).split(sizes, dim=1), self._runs, strict=False)]
+            for tensor in (query, key, value)
+        )
         parts: list[Tensor] = []
-        for start, count, length in self._runs:
-            queries, keys, values = (_unpack(tensor, start, count, length) for tensor in (query, key, value))
-            mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-            parts.append(_repack(mixed))
-        if padding := query.shape[2] - self.tokens:
+        for number, run in enumerate(self._runs):
+            asked, known, told = queries[number], keys[number], values[number]
+            if run.chain:
+                known, told = self._after(run, keys, known), self._after(run, values, told)
+                asked = pad(asked, (0, 0, known.shape[2] - run.length, 0))
+            mixed = scaled_dot_product_attention(asked, known, told, is_causal=True, scale=scaling, enable_gqa=True)
+            parts.append(_repack(mixed[:, :, mixed.shape[2] - run.length :]))
+        if padding:
             parts.append(parts[0].new_zeros(padding, *parts[0].shape[1:]))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+    def _after(self, run: _Run, batches: Sequence[Tensor], own: Tensor) -> Tensor:
+        """[count, H, P + length, D]: `own` after the P tokens of the run's chain, which lie in `batches`."""
+        before = [batches[number][place] for number, place in (self._places[sequence] for sequence in run.chain)]
+        return torch.cat((torch.cat(before, dim=1).expand(run.count, -1, -1, -1), own), dim=2)
+
+    def _tables(self, counts: np.ndarray) -> np.ndarray:
+        """int64 [B, P]: pages of each sequence, those of its chain first; every sequence has `counts` of its own."""
+        ends = np.cumsum(counts)
+        own = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        pages = [np.concatenate([own[each] for each in (*chain, i)]) for i, chain in enumerate(self._chains)]
+        tables = np.zeros((len(pages), max(map(len, pages))), np.int64)
+        for table, row in zip(tables, pages, strict=True):
+            table[: len(row)] = row
+        return tables
 
 
 @final
@@ -117,19 +154,45 @@ class _KernelForward(torch.autograd.Function):
         return (*torch.autograd.grad(out, inputs, grads[0]), None, None)
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first token, number of sequences, length of each) of every run of neighbours of equal length."""
-    start = 0
-    for length, run in groupby(lengths):
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Neighbours of equal length that come after the same sequence."""
+
+    first: int
+    """Index of the first one."""
+    count: int
+    """How many there are."""
+    length: int
+    """Tokens of each."""
+    chain: tuple[int, ...]
+    """What they come after: indices of sequences, from the beginning."""
+
+
+def _chains(lengths: Sequence[int], parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """What each sequence comes after: indices of sequences, from the beginning."""
+    chains: list[tuple[int, ...]] = []
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < index or (parent >= 0 and lengths[parent] % PAGE_TOKENS):
+            raise ValueError(
+                f"sequence {index} cannot come after {parent}: that must be an earlier one of whole pages of "
+                f"{PAGE_TOKENS} tokens"
+            )
+        chains.append((*chains[parent], parent) if parent >= 0 else ())
+    return tuple(chains)
+
+
+def _runs(lengths: Sequence[int], chains: Sequence[tuple[int, ...]]) -> Iterator[_Run]:
+    first = 0
+    for (length, chain), run in groupby(zip(lengths, chains, strict=True)):
         count = len(list(run))
-        yield start, count, length
-        start += count * length
+        yield _Run(first=first, count=count, length=length, chain=chain)
+        first += count
 
 
-def _unpack(tensor: Tensor, start: int, count: int, length: int) -> Tensor:
-    """[1, H, T, D] to [count, H, length, D]."""
-    run = tensor[0, :, start : start + count * length]
-    return run.unflatten(1, (count, length)).transpose(0, 1)
+def _unpack(part: Tensor, run: _Run) -> Tensor:
+    """[H, count * length, D] to [count, H, length, D]."""
+    return part.unflatten(1, (run.count, run.length)).transpose(0, 1)
 
 
 def _repack(batch: Tensor) -> Tensor:

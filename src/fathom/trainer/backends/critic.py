@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fathom.config.trainer import CriticConfig
 from fathom.core.errors import CheckpointError
-from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
 from fathom.trainer.backends.masters import zero_gradients
 from fathom.trainer.backends.optimizers.kinds import open_optimizer
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Report, Update
+from fathom.trainer.backends.row_hidden import hidden_before_loss
 from fathom.trainer.backends.schedule import learning_rate
 from fathom.trainer.backends.state import copy_into, write_tensors
 
@@ -50,9 +50,13 @@ class ValueModel:
     add up until `update` or `discard` consumes them.
     """
 
-    def __init__(self, model_folder: Path, config: CriticConfig, *, device: str) -> None:
-        """Load the body of a Hugging Face folder. Raises ConfigError when it cannot be loaded."""
+    def __init__(self, model_folder: Path, config: CriticConfig, *, device: str, share_prefixes: bool = True) -> None:
+        """Load the body of a Hugging Face folder; see `TrainerConfig.share_prefixes`.
+
+        Raises ConfigError when it cannot be loaded.
+        """
         self._config = config
+        self._share_prefixes = share_prefixes
         self._model = LanguageModel.load(model_folder, torch.float32, device)
         self._head = nn.Linear(self._model.hidden_size, 1, device=device)
         body = self._model.body_weights()
@@ -145,7 +149,5 @@ class ValueModel:
         return dict(self._body) | {f"{_HEAD}.{name}": tensor for name, tensor in self._head.named_parameters()}
 
     def _forward(self, rows: PackedRows) -> Tensor:
-        device = self._model.device
-        ids, positions = (torch.from_numpy(array).to(device) for array in (rows.input_ids, rows.position_ids))
-        hidden = self._model.hidden(ids, positions, PackedAttention(rows.lengths))
-        return self._head(hidden.index_select(0, torch.from_numpy(rows.sources).to(device))).squeeze(1)
+        hidden = hidden_before_loss(self._model, rows, share_prefixes=self._share_prefixes)
+        return self._head(hidden).squeeze(1)

@@ -16,7 +16,6 @@ from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.adapter import AdapterIdentity, MergeRounding, why_another
 from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.aligned import align
-from fathom.model.attention import PackedAttention
 from fathom.model.id_logprobs import head_id_logprobs
 from fathom.model.language_model import LanguageModel
 from fathom.model.logprobs import head_logprobs, head_outputs
@@ -31,6 +30,7 @@ from fathom.trainer.backends.optimizers.kinds import open_optimizer
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Report, Update
 from fathom.trainer.backends.reference import ReferencePolicy
+from fathom.trainer.backends.row_hidden import hidden_before_loss
 from fathom.trainer.backends.schedule import learning_rate
 from fathom.trainer.backends.state import MODEL_FOLDER, TrainerState, copy_into, read_state, write_state
 from fathom.trainer.objective.outputs import TokenOutputs
@@ -55,6 +55,7 @@ class TorchBackend:
         self._dtype = _DTYPES[config.dtype]
         self._model = LanguageModel.load(model_folder, self._dtype, config.device)
         self._folder = model_folder
+        self._share_prefixes = config.share_prefixes
         self._merged: MergedWeights | None = None
         self._adapter = adopt(self._model, adapter) if adapter is not None else None
         if aligned:
@@ -62,7 +63,10 @@ class TorchBackend:
         self._masters = masters_of(self._model.weights())
         self._reference_config = config.reference
         self._reference: ReferencePolicy | None = None
-        self._critic = None if config.critic is None else ValueModel(model_folder, config.critic, device=config.device)
+        self._critic: ValueModel | None = None
+        if config.critic is not None:
+            shared = config.share_prefixes
+            self._critic = ValueModel(model_folder, config.critic, device=config.device, share_prefixes=shared)
         self.begin_phase(config.optimizer, config.steps)
 
     @property
@@ -223,9 +227,7 @@ class TorchBackend:
 
     def _chosen_hidden(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """[N, H]: the hidden states before the tokens with loss."""
-        plan = PackedAttention(rows.lengths)
-        hidden = self._model.hidden(self._tensor(rows.input_ids), self._tensor(rows.position_ids), plan, routing)
-        return hidden.index_select(0, self._tensor(rows.sources))
+        return hidden_before_loss(self._model, rows, routing, share_prefixes=self._share_prefixes)
 
     def _saved_weights(self, folder: Path) -> Mapping[str, Tensor]:
         try:
