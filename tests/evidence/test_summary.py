@@ -164,6 +164,34 @@ def test_a_paired_difference_has_the_interval_of_the_normal_law() -> None:
     assert found.low == pytest.approx(differences.mean() - half, abs=0.004)
     assert found.high == pytest.approx(differences.mean() + half, abs=0.004)
     assert found.is_change
+    assert found.standard_error == pytest.approx(half / 1.96, rel=2e-3)
+    assert found.before_error == pytest.approx(before.std() / math.sqrt(500), rel=2e-3)
+    said = found.sentence("reward", digits=2)
+    assert said.startswith(f"reward: {before.mean():.2f} (")
+    assert "it rose: the interval excludes 0" in said
+
+
+def test_a_change_is_called_one_only_when_the_data_support_it() -> None:
+    """14,070 to 6,132 tokens is a change; 84.0 to 85.2 % at a standard error of 1.6 points is not."""
+    rng = np.random.default_rng(5)
+    long, short = rng.normal(14070, 4000, 500), rng.normal(6132, 3000, 500)
+    lengths = paired_difference(long.tolist(), short.tolist())
+    assert lengths is not None
+    assert lengths.is_change
+    assert "it fell" in lengths.sentence("tokens")
+    right, still = np.zeros(500), np.zeros(500)
+    right[:420] = 1
+    still[30:456] = 1
+    accuracy = paired_difference(right.tolist(), still.tolist())
+    assert accuracy is not None
+    assert (accuracy.before, accuracy.after) == (0.84, 0.852)
+    assert accuracy.after_error == pytest.approx(0.016, abs=5e-4)
+    assert not accuracy.is_change
+    assert "no change can be claimed" in accuracy.sentence("pass rate")
+    alone = paired_difference([1.0], [0.0])
+    assert alone is not None
+    assert alone.standard_error is None
+    assert "paired by task: -1.000, 95 %" in alone.sentence("reward")
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))

@@ -6,17 +6,19 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.run_summary import RunSummary
+from fathom.evidence.report.teaching import TeachingSummary
 from fathom.evidence.report.turns import Spread, TurnsSummary
 from fathom.evidence.runs import RunListing
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
+_UNUSUAL_SHOWN = 5
 
 
 def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
@@ -24,6 +26,8 @@ def sections(run: RunListing, summary: RunSummary) -> Iterator[RenderableType]:
     yield _header(run, summary)
     if summary.evaluations:
         yield _evaluations(summary)
+    if summary.teaching is not None:
+        yield _teaching(summary.teaching)
     yield _books(summary)
     if summary.mismatch is not None:
         yield _mismatch(summary)
@@ -69,6 +73,11 @@ def _header(run: RunListing, summary: RunSummary) -> RenderableType:
     rewards = [point.reward_mean for point in summary.steps if point.reward_mean is not None]
     if rewards:
         table.add_row("reward", f"{rewards[0]:.3f} {curve(rewards)} {rewards[-1]:.3f}")
+    if summary.unusual:
+        named = ", ".join(f"{norm.step} ({norm.grad_norm:.3g})" for norm in summary.unusual[-_UNUSUAL_SHOWN:])
+        table.add_row(
+            "gradient", f"unusual in {len(summary.unusual)} steps, the last ones {named}: fathom trace --worst 5"
+        )
     ages = [point.age_mean for point in summary.steps if point.age_mean is not None]
     if ages:
         largest = max(point.age_max or 0 for point in summary.steps)
@@ -79,20 +88,30 @@ def _header(run: RunListing, summary: RunSummary) -> RenderableType:
 def _evaluations(summary: RunSummary) -> RenderableType:
     first = summary.evaluations[0]
     table = _table(f"held-out evaluation (pass@{first.pass_at}, 95 % interval)")
-    for title in ("version", "pass rate", "interval", "mean reward", "tasks", "ungraded"):
+    for title in ("version", "pass rate", "interval", "mean reward", "tokens", "tasks", "ungraded"):
         table.add_column(title, justify="right")
     for point in summary.evaluations:
         interval = f"{point.low:.3f} to {point.high:.3f}"
-        cells = (f"{point.pass_rate:.3f}", interval, f"{point.reward_mean:.3f}", f"{point.tasks}", f"{point.ungraded}")
+        tokens = "" if point.tokens_mean is None else f"{point.tokens_mean:.1f}"
+        rates = (f"{point.pass_rate:.3f}", interval, f"{point.reward_mean:.3f}")
+        cells = (*rates, tokens, f"{point.tasks}", f"{point.ungraded}")
         table.add_row(f"v{point.version}", *cells)
-    paired = summary.before_after
-    if paired is not None:
-        verdict = "the interval excludes 0" if paired.is_change else "no change can be claimed"
-        table.caption = (
-            f"after - before, paired by task: {paired.difference:+.3f}, 95 % interval {paired.low:+.3f} to "
-            f"{paired.high:+.3f} over {paired.tasks} tasks; {verdict} (one run)"
-        )
-        table.caption_justify = "left"
+    sentences = [summary.before_after.sentence("mean reward")] if summary.before_after is not None else []
+    if summary.lengths is not None:
+        sentences.append(summary.lengths.sentence("tokens of an answer", digits=2))
+    return Group(table, *map(Text, sentences))
+
+
+def _teaching(teaching: TeachingSummary) -> RenderableType:
+    table = _facts("learned from teachers")
+    for name, digest in teaching.teachers:
+        table.add_row("teacher", f"{name}, weights {digest[:12]}")
+    for title, values in (("reverse KL", teaching.reverse_kl), ("over ids", teaching.compared)):
+        if values:
+            table.add_row(title, f"{values[0]:.4f} {curve(values)} {values[-1]:.4f} nats a token")
+    table.add_row(
+        "scored", f"{teaching.scored_share:.2%} of the tokens with loss, in {teaching.seconds:.1f} s of asking"
+    )
     return table
 
 

@@ -98,15 +98,17 @@ class ComparedIds(msgspec.Struct, frozen=True, tag="compared_ids.1"):
 class DistillationMetrics(msgspec.Struct, frozen=True, tag="distillation_metrics.1"):
     """What a step learned from teachers."""
 
+    asked: int
+    """Tokens with loss of the step's rows, those of rows that were removed for want of a teacher included."""
     tokens: int
-    """Tokens in the gradient, all of them with a teacher's scores; the mean is only meaningful when > 0."""
+    """Tokens in the gradient, all of them with a teacher's scores; the means are only meaningful when > 0."""
     reverse_kl: float
     """Mean over these of log student - log teacher at the sampled token, the student being the trainer before the first
     step on the batch: an estimate of KL(student || teacher), which can be negative."""
     compared: float | None
     """Mean over these of the sum over the compared ids. None: only sampled tokens are compared."""
     scored_share: float
-    """Share of the tokens with loss of the step's rows that a teacher has scored. Rows without are not trained."""
+    """Share of those asked about that a teacher has scored at their own temperatures. Rows without are not trained."""
     seconds: float
     """Seconds that teachers took for the step's rows, all questions added up; they overlap."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ class PairedDifference:
     """Mean after, over these tasks."""
     difference: float
     """Mean difference."""
+    before_error: float | None
+    """Standard error over tasks of the mean before. None: of a single task there is none."""
+    after_error: float | None
+    """The same of the mean after."""
+    standard_error: float | None
+    """The same of the mean difference: small where tasks differ more from each other than they changed."""
     low: float
     """Lower end of the interval: paired percentile bootstrap over tasks, 10,000 resamples from a fixed seed."""
     high: float
@@ -34,6 +41,27 @@ class PairedDifference:
     def is_change(self) -> bool:
         """True when the interval excludes 0."""
         return self.low > 0 or self.high < 0
+
+    def sentence(self, what: str, digits: int = 3) -> str:
+        """What the data support, and no more."""
+        verdict = (
+            f"it {'rose' if self.difference > 0 else 'fell'}: the interval excludes 0"
+            if self.is_change
+            else "no change can be claimed"
+        )
+        before, after, difference = (
+            _with_error(value, error, digits)
+            for value, error in (
+                (f"{self.before:.{digits}f}", self.before_error),
+                (f"{self.after:.{digits}f}", self.after_error),
+                (f"{self.difference:+.{digits}f}", self.standard_error),
+            )
+        )
+        return (
+            f"{what}: {before} before, {after} after; after - before, paired by task: {difference}, 95 % interval "
+            f"{self.low:+.{digits}f} to {self.high:+.{digits}f} over {self.tasks} tasks; {verdict} (one run; standard "
+            "errors in brackets)"
+        )
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> PairedDifference | None:
@@ -55,9 +83,20 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Paired
         before=float(first.mean()),
         after=float(second.mean()),
         difference=float((second - first).mean()),
+        before_error=_standard_error(first),
+        after_error=_standard_error(second),
+        standard_error=_standard_error(second - first),
         low=low,
         high=high,
     )
+
+
+def _with_error(value: str, error: float | None, digits: int) -> str:
+    return value if error is None else f"{value} ({error:.{digits}f})"
+
+
+def _standard_error(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _interval(differences: np.ndarray) -> tuple[float, float]:

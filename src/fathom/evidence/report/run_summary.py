@@ -8,8 +8,10 @@ from fathom.core.records.step import Mismatch, RouteMetrics
 from fathom.evidence.report.books_summary import BooksSummary, Fortune
 from fathom.evidence.report.engines import EngineLife
 from fathom.evidence.report.paired import PairedDifference
+from fathom.evidence.report.teaching import TeachingSummary
 from fathom.evidence.report.turns import TurnsSummary
 from fathom.evidence.run_state import RunState
+from fathom.evidence.worst import NormJudged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,8 @@ class EvaluationPoint:
     """Mean reward."""
     ungraded: int
     """Samples without a reward."""
+    tokens_mean: float | None
+    """Mean sampled tokens of an answer, over tasks. None: nothing was graded, or its ledger is older than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +163,16 @@ class RunSummary:
     """Supervised steps and the last loss. None: there was no warm start."""
     steps: tuple[StepPoint, ...]
     """Every step."""
+    unusual: tuple[NormJudged, ...]
+    """Steps whose gradient norm was out of the ordinary (`fathom trace --worst`)."""
     evaluations: tuple[EvaluationPoint, ...]
     """Every evaluation."""
     before_after: PairedDifference | None
     """First evaluation against the last, paired by task. None: fewer than two of the same tasks."""
+    lengths: PairedDifference | None
+    """The same of the sampled tokens of an answer. None: fewer than two evaluations with them."""
+    teaching: TeachingSummary | None
+    """What was learned from teachers. None: there are none."""
     books: BooksSummary
     """The three books."""
     fortunes: tuple[Fortune, ...]

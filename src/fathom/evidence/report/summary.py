@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from fathom.core.records.step import MismatchSlice
 from fathom.evidence.report.books_summary import fortunes, summarise_books
 from fathom.evidence.report.engines import engine_lives
@@ -19,10 +21,13 @@ from fathom.evidence.report.run_summary import (
     StepPoint,
     Throughput,
 )
+from fathom.evidence.report.teaching import summarise_teaching
 from fathom.evidence.report.turns import summarise_turns
 from fathom.evidence.run_state import state_of
+from fathom.evidence.worst import judge_norms
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import (
+    EngineJoined,
     Evaluated,
     FaultSeen,
     IncarnationOpened,
@@ -55,8 +60,13 @@ def summarise(reader: LedgerReader) -> RunSummary:
         started_s=started,
         warm_start=(warm[-1].event.step, warm[-1].event.loss) if warm else None,
         steps=tuple(_point(step, started) for step in steps),
+        unusual=tuple(norm for norm in judge_norms([step.event for step in steps]) if norm.anomalous),
         evaluations=tuple(_evaluation(entry.event) for entry in evaluations),
         before_after=_before_after([entry.event for entry in evaluations]),
+        lengths=_lengths([entry.event for entry in evaluations]),
+        teaching=summarise_teaching(
+            [step.event.distillation for step in steps], [entry.event for entry in reader.events(EngineJoined)]
+        ),
         books=summarise_books(books),
         fortunes=fortunes(books, reader.trajectories()),
         ages=_ages(slices),
@@ -118,6 +128,7 @@ def _evaluation(event: Evaluated) -> EvaluationPoint:
         high=event.high,
         reward_mean=event.reward_mean,
         ungraded=event.ungraded,
+        tokens_mean=float(np.nanmean(event.tokens_per_task)) if np.isfinite(event.tokens_per_task).any() else None,
     )
 
 
@@ -125,6 +136,13 @@ def _before_after(evaluations: list[Evaluated]) -> PairedDifference | None:
     if len(evaluations) < 2 or evaluations[0].tasks != evaluations[-1].tasks:
         return None
     return paired_difference(evaluations[0].per_task, evaluations[-1].per_task)
+
+
+def _lengths(evaluations: list[Evaluated]) -> PairedDifference | None:
+    recorded = [event for event in evaluations if event.tokens_per_task]
+    if len(recorded) < 2 or recorded[0].tasks != recorded[-1].tasks:
+        return None
+    return paired_difference(recorded[0].tokens_per_task, recorded[-1].tokens_per_task)
 
 
 def _ages(slices: list[MismatchSlice]) -> tuple[AgeCount, ...]:
