@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fathom.core.records.step import MaskReason
+from fathom.evidence.report.summary import summarise
 from fathom.evidence.worst import ANOMALOUS_RATIO, judge_norms, worst_steps
 from fathom.ledger.events import StepTaken
 from fathom.ledger.reader import LedgerReader
@@ -100,6 +101,11 @@ def test_the_trajectories_behind_a_spike_and_behind_refused_tokens_are_named(fol
         heavy, light = 8.0 * part_tokens(reader, 9, 1), 0.5 * math.exp(-0.01) * part_tokens(reader, 9, 0)
         assert part.share == pytest.approx(heavy / (heavy + light), rel=1e-3)
         assert not [step for step in others if step.anomalous]
+
+
+def test_the_summary_has_the_unusual_steps(folder: Path) -> None:
+    with LedgerReader(folder) as reader:
+        assert [norm.step for norm in summarise(reader).unusual] == [9]
 
 
 def test_token_advantages_count_where_they_are_recorded(tmp_path: Path) -> None:
