@@ -103,6 +103,19 @@ def test_the_trajectories_behind_a_spike_and_behind_refused_tokens_are_named(fol
         assert not [step for step in others if step.anomalous]
 
 
+def test_the_summary_says_how_much_the_critic_knew(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.open(config())
+    for number, explained in enumerate((None, 0.25), start=1):
+        event = taken(number, 1.0)
+        metrics = msgspec.structs.replace(event.metrics, explained_variance=explained)
+        history.writer.append_step(msgspec.structs.replace(event, metrics=metrics), ())
+    history.writer.commit()
+    history.writer.close()
+    with LedgerReader(tmp_path) as reader:
+        assert [point.explained_variance for point in summarise(reader).steps] == [None, 0.25]
+
+
 def test_the_summary_has_the_unusual_steps(folder: Path) -> None:
     with LedgerReader(folder) as reader:
         assert [norm.step for norm in summarise(reader).unusual] == [9]

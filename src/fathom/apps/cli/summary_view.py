@@ -73,6 +73,9 @@ def _header(run: RunListing, summary: RunSummary) -> RenderableType:
     rewards = [point.reward_mean for point in summary.steps if point.reward_mean is not None]
     if rewards:
         table.add_row("reward", f"{rewards[0]:.3f} {curve(rewards)} {rewards[-1]:.3f}")
+    explained = [point.explained_variance for point in summary.steps if point.explained_variance is not None]
+    if explained:
+        table.add_row("critic", f"explains {explained[0]:.2f} {curve(explained)} {explained[-1]:.2f} of the returns")
     if summary.unusual:
         named = ", ".join(f"{norm.step} ({norm.grad_norm:.3g})" for norm in summary.unusual[-_UNUSUAL_SHOWN:])
         table.add_row(

@@ -42,6 +42,8 @@ class StepPoint:
     """Largest KV age. None: no tokens."""
     mismatch: Mismatch | None
     """Mismatch over its tokens. None: no tokens."""
+    explained_variance: float | None
+    """How much of the returns the critic knew. None: there is no critic, or the returns do not vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

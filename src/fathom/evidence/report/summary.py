@@ -114,6 +114,7 @@ def _point(step: Recorded[StepTaken], started: float) -> StepPoint:
         age_max=max((age for age, _, _ in counts), default=None),
         kv_age_max=max((kv_age for _, kv_age, _ in counts), default=None),
         mismatch=event.mismatch,
+        explained_variance=event.metrics.explained_variance,
     )
 
 
