@@ -57,11 +57,21 @@ def test_session_measures_each_history_with_each_number_of_sessions() -> None:
 
 
 def test_train_splits_each_step() -> None:
-    record = run("train", max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
+    record = run("train", parts=["step"], max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
     parts = [values(record.samples, "Fathom", part) for part in ("generate and grade", "train", "publish")]
     assert values(record.samples, "Fathom", "step") == pytest.approx([sum(step) for step in zip(*parts, strict=True)])
     assert len(parts[0]) == 2
     assert not record.targets, "without TRL there is nothing to compare with"
+
+
+def test_train_times_given_rows_in_each_way_and_fills_micro_batches() -> None:
+    sizes = {"group_size": 2, "prompt_tokens": 40, "median_tokens": 4, "longest_tokens": 8}
+    record = run("train", parts=["rows"], steps=2, warmup=0, repeats=1, threads=1, **sizes)
+    for variant in ("Fathom, rows alone", "Fathom, packed", "Fathom"):
+        assert len(values(record.samples, variant, "training step")) == 2
+    filled = values(record.samples, "packing: Fathom", "filled")
+    assert len(filled) == len(values(record.samples, "packing: first fit, as rows come", "filled")) > 1
+    assert [(target.required, target.met) for target in record.targets] == [(True, True)]
 
 
 @pytest.mark.slow

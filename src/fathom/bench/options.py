@@ -161,17 +161,42 @@ class LoraOptions(Section):
     """Fixes the adapter."""
 
 
+class TrainPart(StrEnum):
+    """What is measured."""
+
+    STEP = "step"
+    """A whole step, generation included."""
+    ROWS = "rows"
+    """Training alone, on given rows whose lengths have a long tail; and how such lengths fill micro-batches."""
+
+
 class TrainOptions(Section):
     """The step."""
 
+    parts: tuple[TrainPart, ...] = tuple(TrainPart)
+    """What is measured, in this order."""
     model: str | None = None
     """Hugging Face folder. None: the tiny model of the demo."""
     dtype: Dtype = Dtype.BFLOAT16
     """Element type of forward and generation."""
     generations: int = Field(default=4, gt=1)
-    """Of each of the two prompts."""
+    """`step`: of each of the two prompts."""
     max_new_tokens: int = Field(default=64, gt=0)
-    """Exactly this many are sampled: nothing ends a generation early."""
+    """`step`: exactly this many are sampled: nothing ends a generation early."""
+    groups: int = Field(default=2, gt=0)
+    """`rows`: groups of rows with a common prompt."""
+    group_size: int = Field(default=8, gt=1)
+    """`rows`: rows of a group."""
+    prompt_tokens: int = Field(default=128, gt=0)
+    """`rows`: length of a prompt."""
+    median_tokens: int = Field(default=64, gt=0)
+    """`rows`: median of the log-normal length of an answer."""
+    sigma: float = Field(default=1.0, ge=0)
+    """`rows`: of that length."""
+    longest_tokens: int = Field(default=512, gt=0)
+    """`rows`: longest answer."""
+    seed: int = Field(default=0, ge=0)
+    """`rows`: fixes lengths and tokens."""
     threads: int = Field(default=2, gt=0)
     """CPU threads, of the engine while it generates and of the trainer while it trains."""
     warmup: int = Field(default=1, ge=0)

@@ -45,6 +45,29 @@ class TrlRequest(msgspec.Struct, frozen=True, tag="trl_request.1"):
     """Of AdamW."""
 
 
+class TrlRows(msgspec.Struct, frozen=True, tag="trl_rows.1"):
+    """Rows that TRL is to train on, instead of sampling some."""
+
+    model: str
+    """Hugging Face folder."""
+    dtype: Dtype
+    """As in `TrlRequest`."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each group's prompt."""
+    answers: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each prompt, token ids of the answers; as many for every one. Every other answer is rewarded."""
+    rows_per_forward: int
+    """Rows of a micro-batch; it divides their number."""
+    steps: int
+    """Timed steps, all on the same rows."""
+    warmup: int
+    """Steps before them."""
+    threads: int
+    """CPU threads."""
+    learning_rate: float
+    """Of AdamW."""
+
+
 class TrlAnswer(msgspec.Struct, frozen=True):
     """What it measured, the warm-up left out."""
 
@@ -77,7 +100,7 @@ class TrlPython:
         code = 'import importlib.metadata as m; print(f\'TRL {m.version("trl")} on torch {m.version("torch")}\')'
         return self._ask("-c", code, timeout_s=60).strip()
 
-    def run(self, request: TrlRequest) -> TrlAnswer:
+    def run(self, request: TrlRequest | TrlRows) -> TrlAnswer:
         """Measure. Raises ConfigError with the last lines of its output when it fails."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(request.threads), "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """GRPO steps by TRL, timed. A file for another interpreter, in which TRL is installed; see `trl_python.py`.
 
-Reads one line of JSON (`TrlRequest`); the last line it prints is the answer (`TrlAnswer`).
+Reads one line of JSON (`TrlRequest` or `TrlRows`); the last line it prints is the answer (`TrlAnswer`).
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -41,6 +41,12 @@ class Clock(TrainerCallback):
         texts = [completion[0]["content"] for completion in completions]
         return [text.count("e") / max(1, len(text)) for text in texts]
 
+    def alternate(self, completions: list[str], **_: Any) -> list[float]:
+        """Reward every other one."""
+        self._generated = time.perf_counter()
+        self.rollout_s.append(self._generated - self._began)
+        return [float(place % 2) for place in range(len(completions))]
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """The optimizer has stepped."""
         self.train_s.append(time.perf_counter() - self._generated)
@@ -52,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(request["threads"])
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = _trainer(request, clock, scratch)
+        trainer = (_on_rows if "answers" in request else _sampling)(request, clock, scratch)
         trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     answer = {
@@ -64,16 +70,52 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def _trainer(request: dict[str, Any], clock: Clock, scratch: str) -> Any:
-    """One batch of all prompts a step, one optimizer step on it, no KL, no checkpointing of activations."""
-    config = GRPOConfig(
-        output_dir=scratch,
-        use_cpu=True,
-        bf16=request["dtype"] == "bfloat16",
+def _sampling(request: dict[str, Any], clock: Clock, scratch: str) -> Any:
+    """One batch of all prompts a step."""
+    config = _config(
+        request,
+        scratch,
         per_device_train_batch_size=len(request["prompts"]) * request["generations"],
         num_generations=request["generations"],
         max_completion_length=request["max_new_tokens"],
         generation_kwargs={"min_new_tokens": request["max_new_tokens"]},
+    )
+    prompts = [[{"role": "user", "content": prompt}] for prompt in request["prompts"]]
+    return _trainer(request, config, clock, clock.reward, prompts)
+
+
+def _on_rows(request: dict[str, Any], clock: Clock, scratch: str) -> Any:
+    """The same rows every step, which nothing is sampled for. A prompt is named by its number."""
+    prompts, answers, at_once = request["prompts"], request["answers"], request["rows_per_forward"]
+    rows = sum(map(len, answers))
+
+    def given(names: list[str], _: Any) -> dict[str, Any]:
+        places = [(int(name), names[:place].count(name)) for place, name in enumerate(names)]
+        return {
+            "prompt_ids": [prompts[prompt] for prompt, _ in places],
+            "completion_ids": [answers[prompt][number] for prompt, number in places],
+            "logprobs": None,
+        }
+
+    config = _config(
+        request,
+        scratch,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=rows // at_once,
+        num_generations=len(answers[0]),
+        max_completion_length=max(len(answer) for group in answers for answer in group),
+        shuffle_dataset=False,
+    )
+    names = [str(place) for place in range(len(prompts))]
+    return _trainer(request, config, clock, clock.alternate, names, rollout_func=given)
+
+
+def _config(request: dict[str, Any], scratch: str, **entries: Any) -> GRPOConfig:
+    """One optimizer step on each batch, no KL, no checkpointing of activations."""
+    return GRPOConfig(
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=request["dtype"] == "bfloat16",
         max_steps=request["warmup"] + request["steps"],
         learning_rate=request["learning_rate"],
         beta=0.0,
@@ -83,15 +125,21 @@ def _trainer(request: dict[str, Any], clock: Clock, scratch: str) -> Any:
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **entries,
     )
-    prompts = [[{"role": "user", "content": prompt}] for prompt in request["prompts"]]
+
+
+def _trainer(
+    request: dict[str, Any], config: GRPOConfig, clock: Clock, reward: Any, prompts: list[Any], **entries: Any
+) -> Any:
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(request["model"], dtype=_DTYPES[request["dtype"]]),
         args=config,
-        reward_funcs=clock.reward,
+        reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=AutoTokenizer.from_pretrained(request["model"]),
         callbacks=[clock],
+        **entries,
     )
 
 

@@ -118,7 +118,7 @@ WORKLOADS: dict[str, Workload] = {
         measure=_lora,
     ),
     "train": Workload(
-        about="One GRPO step, generation included, beside the same step by TRL.",
+        about="One GRPO step, generation included, and training alone, beside the same by TRL.",
         options=TrainOptions,
         measure=_train,
     ),

@@ -1,4 +1,4 @@
-"""One synchronous GRPO step, generation included, beside the same step by TRL on the same machine.
+"""One synchronous GRPO step, generation included, beside the same step by TRL on the same machine; and training alone.
 
 Both sides get the same prompts, sample exactly as many tokens, use as many threads and reward in the same way. Blocks
 of steps alternate, each block in fresh processes, so both see the same machine.
@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fathom.bench.options import TrainOptions
+from fathom.bench.options import TrainOptions, TrainPart
 from fathom.bench.peers.trl_python import TrlPython, TrlRequest
 from fathom.bench.record import Measured, Sample, Say, Target, alternating, median, ratios
 from fathom.bench.rig.plain_loop import StepTimes, plain_loop
 from fathom.bench.rig.stand import PROMPT_TOKENS, Stand, open_stand, tiny_model
+from fathom.bench.workloads.train_rows import packing, train_rows
 from fathom.config.rollout import EngineConfig
 from fathom.config.trainer import OptimizerConfig, TrainerConfig
 from fathom.core.errors import NoProgressError
@@ -36,20 +37,33 @@ _PACKED_TOKENS = 2048
 def train(options: TrainOptions, say: Say) -> Measured:
     """Time blocks of steps of each side in turn. Raises ConfigError when TRL cannot be run."""
     trl = TrlPython(Path(options.trl_python)) if options.trl_python else None
-    samples: list[Sample] = []
+    parts: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="fathom-train-") as name:
         scratch = Path(name)
         model = Path(options.model) if options.model else tiny_model(scratch / "model")
-        for repeat, side in alternating((FATHOM, TRL) if trl else (FATHOM,), options.repeats):
-            if trl is not None and side == TRL:
-                measures = _trl_block(options, trl, model)
-            else:
-                measures = _by_measure(asyncio.run(_fathom_block(options, model, scratch)))
-            samples += _samples(side, repeat, measures)
-            say(f"block {repeat + 1} of {options.repeats}: {side}: {sum(measures[STEP]) / options.steps:.2f} s a step")
+        if TrainPart.STEP in options.parts:
+            parts.append(_whole_step(options, trl, model, scratch, say))
+        if TrainPart.ROWS in options.parts:
+            parts += [packing(options), train_rows(options, trl, model, say)]
+    return Measured(
+        samples=[sample for part in parts for sample in part.samples],
+        targets=[target for part in parts for target in part.targets],
+        notes=[*([trl.describe()] if trl else []), *(note for part in parts for note in part.notes)],
+    )
+
+
+def _whole_step(options: TrainOptions, trl: TrlPython | None, model: Path, scratch: Path, say: Say) -> Measured:
+    samples: list[Sample] = []
+    for repeat, side in alternating((FATHOM, TRL) if trl else (FATHOM,), options.repeats):
+        if trl is not None and side == TRL:
+            measures = _trl_block(options, trl, model)
+        else:
+            measures = _by_measure(asyncio.run(_fathom_block(options, model, scratch)))
+        samples += _samples(side, repeat, measures)
+        say(f"block {repeat + 1} of {options.repeats}: {side}: {sum(measures[STEP]) / options.steps:.2f} s a step")
     if trl is not None:
         samples += ratios(samples, STEP, TRL, FATHOM)
-    return Measured(samples=samples, targets=list(_targets(samples)), notes=[trl.describe()] if trl else [])
+    return Measured(samples=samples, targets=list(_targets(samples)))
 
 
 async def _fathom_block(options: TrainOptions, model: Path, scratch: Path) -> list[StepTimes]:
