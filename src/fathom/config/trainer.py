@@ -110,7 +110,8 @@ class TrainerConfig(Section):
     def _check(self) -> Self:
         if self.critic is not None and self.critic.warmup_steps >= self.steps:
             raise ValueError(
-                f"critic.warmup_steps = {self.critic.warmup_steps} leaves the policy none of {self.steps} steps; lower it"
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves the policy none of {self.steps} steps; "
+                "lower it"
             )
         return self
 

@@ -75,7 +75,9 @@ def _header(run: RunListing, summary: RunSummary) -> RenderableType:
         table.add_row("reward", f"{rewards[0]:.3f} {curve(rewards)} {rewards[-1]:.3f}")
     explained = [point.explained_variance for point in summary.steps if point.explained_variance is not None]
     if explained:
-        table.add_row("critic", f"explains {explained[0]:.2f} {curve(explained)} {explained[-1]:.2f} of the returns")
+        table.add_row(
+            "explained", f"{explained[0]:.2f} {curve(explained)} {explained[-1]:.2f} (of returns, by the critic)"
+        )
     if summary.unusual:
         named = ", ".join(f"{norm.step} ({norm.grad_norm:.3g})" for norm in summary.unusual[-_UNUSUAL_SHOWN:])
         table.add_row(
