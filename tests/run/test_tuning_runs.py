@@ -9,9 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 from fathom.apps.cli.main import app
-from fathom.config.load import option_names
-from fathom.config.tuning.preference import PreferenceConfig
-from fathom.config.tuning.supervised import SupervisedConfig
 from fathom.core.errors import CheckpointError, ConfigError, DataError
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 from fathom.envs.written_rows import write_rows
@@ -34,13 +31,13 @@ def data(tmp_path_factory):
     return folder
 
 
-def config(data, runs, kind, *, steps=None, trainer=None, **changes):
+def config(files, runs, kind, *, steps=None, trainer=None, **changes):
     tree = {
         "kind": kind,
         "name": "small",
         "runs_dir": str(runs),
         "model": {"tiny": "arithmetic"},
-        "data": {"train": [str(data / kind / "train.jsonl")], "held_out": str(data / kind / "eval.jsonl")},
+        "data": {"train": [str(files / kind / "train.jsonl")], "held_out": str(files / kind / "eval.jsonl")},
         "trainer": {"tokens_per_step": 150, "tokens_per_micro_batch": 64, "optimizer": {"lr": 3e-3}} | (trainer or {}),
         "checkpoint": {"every_steps": 5},
     }
@@ -182,6 +179,11 @@ def test_commands_start_resume_and_refuse(data, tmp_path):
         CliRunner().invoke(app, ["sft", str(file)], catch_exceptions=False)
 
 
-def test_the_options_have_sentences_and_are_few():
-    for root in (SupervisedConfig, PreferenceConfig):
-        assert len(option_names(root)) <= 60
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_an_adapter_is_trained_alone(data, tmp_path, kind):
+    folder = TuningRun.of(config(data, tmp_path, kind, steps=2, lora={"rank": 2})).start().folder
+    summary = told(folder)
+    assert json.loads((folder / "trained" / "adapter_config.json").read_text())["r"] == 2
+    assert (folder / "trained" / "adapter_model.safetensors").is_file()
+    steps = summary.supervised or summary.preference
+    assert steps[0].weights_digest != steps[1].weights_digest
