@@ -16,6 +16,8 @@ from fathom.run.starting_model import StartingModel
 _EXPERTS = ("experts.down_proj", "experts.gate_up_proj")
 _NEVER = ("embed_tokens", "lm_head", "gate")
 _MATRIX = 2
+_TINY_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+_TINY_MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 
 def check_lora(lora: LoraConfig | None, name: str, model: StartingModel, engine: EngineConfig | None) -> None:
@@ -32,8 +34,7 @@ def check_lora(lora: LoraConfig | None, name: str, model: StartingModel, engine:
     """
     if lora is None:
         return
-    if model.folder is not None:
-        _check_targets(lora, adaptable_names(model.folder, model.has_experts))
+    _check_targets(lora, adaptable_names(model.folder, model.has_experts))
     if lora.start_from is not None:
         _check_start(lora, Path(lora.start_from), name)
     if engine is not None and engine.kind is EngineKind.VLLM and lora.publish is LoraPublish.ADAPTER:
@@ -53,13 +54,16 @@ def _check_vllm(lora: LoraConfig, model: StartingModel, engine: EngineConfig) ->
         )
 
 
-def adaptable_names(folder: Path, has_experts: bool) -> frozenset[str]:
-    """Short names and dotted paths of what may be adapted, by the names of a folder's tensors.
+def adaptable_names(folder: Path | None, has_experts: bool) -> frozenset[str]:
+    """Short names and dotted paths of what may be adapted, by the names of a folder's tensors. None: a tiny model.
 
     Raises:
         ConfigError: the folder cannot be read.
     """
     found: set[str] = set(_EXPERTS if has_experts else ())
+    if folder is None:
+        modules = _TINY_ATTENTION if has_experts else (*_TINY_ATTENTION, *_TINY_MLP)
+        return frozenset(found.union(modules, (name.rpartition(".")[2] for name in modules)))
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="np") as file:
