@@ -48,7 +48,7 @@ _CONFIGS: dict[str, tuple[type[Any], dict[str, int | bool]]] = {
     ),
 }
 TINY_NAMES = tuple(_CONFIGS)
-"""Models that `make_tiny` can make: dense ones of about 0.6 M and 0.8 M parameters, and one with experts of about 3 M."""
+"""Models that `make_tiny` can make: dense ones of about 0.6 M and 0.8 M parameters, one with experts of about 3 M."""
 
 
 def make_tiny(name: str, seed: int, folder: Path) -> None:
