@@ -94,7 +94,7 @@ def test_load_evict_load_again_changes_nothing(bench: Bench) -> None:
             call = {"method": "remove_lora", "kwargs": {"lora_id": 1}}
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
                 answer = await http.post(f"{bench.engine.server.url}/collective_rpc", json=call)
-            assert answer.json()["results"] == [True]
+            assert answer.json()["results"] == ["True"]
             assert np.array_equal(await scored(bench.engine, f"evict/{turn}"), first)
         assert np.abs(first - trained(bench.shelf.model, bench.shelf.weights(201))).max() < NATS
 
