@@ -95,11 +95,7 @@ class PackedAttention:
         return tiled.attend(query, key, value, scaling, keys, values)
 
     def by_torch(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """By torch. Neighbours of equal length are computed as one batch; tokens that the plan lacks are zero.
-
-        Where a sequence comes after another, both are computed as one, the queries of the first being empty: torch's
-        causal attention knows no other shape, and no more is computed than for rows that share nothing.
-        """
+        """By torch. Neighbours of equal length are computed as one batch; tokens that the plan lacks are zero."""
         padding = query.shape[2] - self.tokens
         sizes = [run.count * run.length for run in self._runs] + ([padding] if padding else [])
         queries, keys, values = (
@@ -108,12 +104,10 @@ class PackedAttention:
         )
         parts: list[Tensor] = []
         for number, run in enumerate(self._runs):
-            asked, known, told = queries[number], keys[number], values[number]
+            known, told = keys[number], values[number]
             if run.chain:
                 known, told = self._after(run, keys, known), self._after(run, values, told)
-                asked = pad(asked, (0, 0, known.shape[2] - run.length, 0))
-            mixed = scaled_dot_product_attention(asked, known, told, is_causal=True, scale=scaling, enable_gqa=True)
-            parts.append(_repack(mixed[:, :, mixed.shape[2] - run.length :]))
+            parts.append(_repack(_causal(queries[number], known, told, scaling)))
         if padding:
             parts.append(parts[0].new_zeros(padding, *parts[0].shape[1:]))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
@@ -193,6 +187,20 @@ def _runs(lengths: Sequence[int], chains: Sequence[tuple[int, ...]]) -> Iterator
 def _unpack(part: Tensor, run: _Run) -> Tensor:
     """[H, count * length, D] to [count, H, length, D]."""
     return part.unflatten(1, (run.count, run.length)).transpose(0, 1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attention of queries [count, H, L, D] that are the last L of the P + L tokens that keys and values are of.
+
+    Without a mask torch knows only P = 0: more queries in front make it so, and cost less where P is small.
+    """
+    length, before = query.shape[2], key.shape[2] - query.shape[2]
+    if length < before:
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    query = pad(query, (0, 0, before, 0)) if before else query
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return mixed[:, :, before:] if before else mixed
 
 
 def _repack(batch: Tensor) -> Tensor:
