@@ -56,6 +56,15 @@ def test_session_measures_each_history_with_each_number_of_sessions() -> None:
     assert {target.required for target in record.targets} == {False}
 
 
+@pytest.mark.slow
+def test_lora_publishes_both_ways() -> None:
+    record = run("lora", rank=2, repeats=2)
+    share = values(record.samples, "adapter / whole model", "bytes, ratio")
+    assert len(share) == len(values(record.samples, "adapter / whole model", "publication, ratio")) == 2
+    assert 0 < share[0] < 0.1
+    assert {target.required for target in record.targets} == {False}
+
+
 def test_train_splits_each_step() -> None:
     record = run("train", parts=["step"], max_new_tokens=4, steps=2, warmup=0, repeats=1, threads=1)
     parts = [values(record.samples, "Fathom", part) for part in ("generate and grade", "train", "publish")]
