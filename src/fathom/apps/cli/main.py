@@ -20,8 +20,8 @@ from fathom.apps.cli.tasks.group import tasks
 from fathom.apps.cli.templates.check import template
 from fathom.apps.cli.trace import trace
 from fathom.apps.cli.train import demo, resume, train
-from fathom.apps.cli.tuning.commands import dpo, sft
 from fathom.apps.cli.trajectories.group import trajectories
+from fathom.apps.cli.tuning.commands import dpo, sft
 from fathom.apps.cli.weights.group import weights
 from fathom.core.errors import ConfigError, FathomError
 
