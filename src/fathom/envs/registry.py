@@ -21,6 +21,7 @@ from fathom.envs.harbor.environment import HarborEnvironment, HarborOptions
 from fathom.envs.mcp.environment import McpEnvironment, McpOptions
 from fathom.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from fathom.envs.rows import Rows, RowsOptions
+from fathom.envs.verifiers.environment import VerifiersEnvironment, VerifiersOptions
 
 AnyEnvironment = Environment | AgentEnvironment
 """Single-turn, or one in which an agent acts."""
@@ -39,6 +40,7 @@ BUILT_IN: dict[str, tuple[type[BaseModel], Callable[..., AnyEnvironment]]] = {
     "harbor": (HarborOptions, HarborEnvironment),
     "gymnasium": (GymnasiumOptions, _gymnasium),
     "mcp": (McpOptions, McpEnvironment),
+    "verifiers": (VerifiersOptions, VerifiersEnvironment),
 }
 """Kind to (model of its options, class that takes them)."""
 
