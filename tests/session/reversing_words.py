@@ -7,6 +7,13 @@ class WordData(vf.TaskData):
     word: str
 
 
+class Letters(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def spell(self, word: str) -> str:
+        """Its letters."""
+        return " ".join(word)
+
+
 class WordTask(vf.Task[WordData]):
     @vf.reward
     async def reversed_right(self, trace: vf.Trace) -> float:
@@ -17,6 +24,10 @@ class WordTask(vf.Task[WordData]):
     @vf.reward(weight=0.5)
     async def brief(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply) < 20)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Letters(vf.ToolsetConfig())]
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
@@ -31,3 +42,6 @@ class ReversingWords(vf.Taskset[WordTask]):
 
 
 __all__ = ["ReversingWords"]
+
+if __name__ == "__main__":  # verifiers starts a server of tools as a program
+    Letters.run()

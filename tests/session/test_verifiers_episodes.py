@@ -61,11 +61,11 @@ def test_the_taskset_scores_what_the_model_says():
     assert isinstance(environment, VerifiersEnvironment)
     assert [task.id for task in environment.eval_tasks()] == ["eval/0"]
     assert [task.id for task in environment.tasks()] == ["train/1", "train/2"]
-    played, told = play(environment, "edc$")
+    played, told = play(environment, '~letters_spell~{"word": "cde"}^$', "edc$")
     assert isinstance(played.reward, Graded), played
     assert played.reward.components == {"reversed_right": 1.0, "brief": 0.5}
     assert (played.acting, played.fault) == (Acting.ENDED, "")
-    assert told == ["Reverse cde.", "edc"]
+    assert told == ["Reverse cde.", "", "c d e", "edc"]
 
 
 @NEEDS

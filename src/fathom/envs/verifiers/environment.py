@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Self, final
 
@@ -136,11 +135,7 @@ class _Episode:
         if cause := finished.failed or late:
             raise UngradedError(f"verifiers_{cause}", "; ".join(finished.errors) or "verifiers' own limit was over")
         components = {name: value for name, value in finished.rewards.items() if value is not None}
-        if (
-            not components
-            or len(components) < len(finished.rewards)
-            or not all(map(math.isfinite, components.values()))
-        ):
+        if not components or len(components) < len(finished.rewards):
             raise UngradedError("verifiers_unscored", f"the taskset's rewards are {finished.rewards}")
         return Graded(
             components=components,
