@@ -74,7 +74,7 @@ class ComparingAgents:
         return ()
 
     def episode(self, task: Task):
-        raise NotImplementedError
+        raise AssertionError("groups are compared here, no episode is played")
 
     async def grade_group(self, task: Task, members: Sequence[GroupMember]) -> GroupGrade:
         return await compare(task.answer, members)
@@ -84,4 +84,4 @@ class NotAsync(Comparing):
     """Refused."""
 
     def grade_group(self, task: Task, members: Sequence[GroupMember]) -> GroupGrade:  # type: ignore[override]
-        raise NotImplementedError
+        return GroupGrade(components={"length": (1.0,) * len(members)}, grader="c/1")
