@@ -3,13 +3,11 @@
 import asyncio
 
 import pytest
-from plain_parts import Answers
+from template_sessions import opened
 
 from fathom.core.errors import DataError
 from fathom.core.records.message import Role
-from fathom.core.records.sampling import Purpose, SamplingParams
 from fathom.rollout.session.call import TurnCall
-from fathom.rollout.session.session import Session, SessionPlan
 from fathom.text.chat.demonstrations import demonstrations
 from synthetic.real_templates import TEMPLATES, TOOLS, answer, called, model, needs_shared, result, system, user
 
@@ -68,21 +66,7 @@ REFUSED = {
 
 async def spoken(name, messages, tools, rows):
     """The record of a session in which an agent sends these messages and the model answers what the rows show."""
-    tokenizer, renderer, readers = model(name)
-    answers = [run for row in rows for run in runs(row)]
-    engine = Answers(*("".join(map(chr, ids)) for ids in answers))
-    plan = SessionPlan(
-        name="t",
-        sampling=SamplingParams(),
-        max_new_tokens=200,
-        max_context_tokens=4000,
-        max_turns=20,
-        stop_ids=tokenizer.special.stop_ids,
-        seed=0,
-        priority=0,
-        purpose=Purpose.ROLLOUT,
-    )
-    session = Session(plan, engine, renderer, readers)
+    session, _ = opened(name, *(run for row in rows for run in runs(row)))
     history = []
     for message in messages:
         if message.role is Role.ASSISTANT:
