@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,14 +63,20 @@ class World:
         self.identity = ChatRenderer(self.tokenizer, use_template=True).identity
         self.groups = 0
 
-    async def play(self, *faults: str, engine: ScriptedEngine | None = None) -> list[Trajectory]:
-        """A group of as many members as there are faults; "": none."""
-        engine = engine or ScriptedEngine(ToyPolicy(54), max_context_tokens=200)
+    async def play(
+        self, *faults: str, engine: ScriptedEngine | None = None, silenced: Sequence[int] = ()
+    ) -> list[Trajectory]:
+        """A group of as many members as there are faults; "": none. The engine is silent in turn 1 of `silenced` ones."""
+        self.groups += 1
+        hangs = [
+            Fault(call=Call.GENERATE, trouble=Trouble.HANGS, request_id=f"g{self.groups}/m{member}/t1")
+            for member in silenced
+        ]
+        engine = engine or ScriptedEngine(ToyPolicy(54), max_context_tokens=200, faults=hangs)
         await engine.stage(Manifest(version=policy(0), parent=None, tensors=()), DiskSource(path=""))
         await engine.verify()
         await engine.commit(policy(0), InFlightMode.CONTINUE)
         router = Router(lambda: [engine], lambda *_: None, wait_s=5.0)
-        self.groups += 1
         plans = [self.plan(member, fault) for member, fault in enumerate(faults)]
         async with agent_runner(
             CONFIG,
@@ -171,6 +178,19 @@ def test_an_engine_that_fails_in_a_turn_gives_no_reward(world, trouble: Trouble)
     assert causes(group)["graded"] < 4
     for each in group:
         assert isinstance(each.header.reward, Ungraded) == (each.header.status is TrajectoryStatus.FAILED)
+
+
+def test_an_engine_that_is_silent_to_the_end_of_an_agent_s_time_gives_no_reward(world) -> None:
+    """The others had their answers, and are graded; the agent whose own doing it was that it took so long, too."""
+    *silenced, well, slow = world("", "", "", "act:hang", silenced=(0, 1))
+    assert causes(silenced) == {"engine_silent": 2}
+    assert causes([well, slow]) == {"graded": 2}
+    for each in silenced:
+        assert each.header.status is TrajectoryStatus.FAILED
+        assert each.header.session is not None
+        assert each.header.session.turns == 1
+        assert each.header.session.acting == "timeout"
+    assert slow.header.status is TrajectoryStatus.TRUNCATED
 
 
 def test_a_client_that_left_and_asks_again_gets_the_answer_that_was_sampled(world) -> None:

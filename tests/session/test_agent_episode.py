@@ -41,9 +41,19 @@ PLAN = EpisodePlan(
 class Playing:
     """Asks so many turns, perhaps leaves while one more runs, and ends as it is told."""
 
-    def __init__(self, *lines, acting=Acting.ENDED, leaves=False, raises=None, boots=True, max_tokens=1000):
+    def __init__(
+        self, *lines, acting=Acting.ENDED, leaves=False, raises=None, boots=True, max_tokens=1000, silent_s=0.0
+    ):
         self.answers = Answers(*lines)
-        self.sessions = Sessions(self.answers, PlainRenderer(), PlainReads(), max_tokens=max_tokens, idle_s=60)
+        self.now_s, self.silent_s = 0.0, silent_s
+        self.sessions = Sessions(
+            self.answers,
+            PlainRenderer(),
+            PlainReads(),
+            max_tokens=max_tokens,
+            idle_s=60,
+            clock=lambda: self.now_s,
+        )
         self.lines, self.acting, self.leaves, self.raises, self.boots = lines, acting, leaves, raises, boots
         self.told = None
         self.forgotten = []
@@ -59,6 +69,7 @@ class Playing:
                 self.answers.gate = asyncio.Event()
                 leaving = asyncio.create_task(self.ask(session, said))
                 await asyncio.sleep(0.01)
+                self.now_s += self.silent_s
                 leaving.cancel()
                 break
             said += [await self.ask(session, said), HI]
@@ -129,6 +140,17 @@ def test_an_agent_that_was_cut_before_any_answer_had_come_has_no_reward(acting):
     assert f"agent_{acting}" in trajectory.header.reward.detail
     assert isinstance(playing.told, Ungraded), "nothing is asked of the grader"
     assert trajectory.payload.num_sampled == 0
+
+
+@pytest.mark.parametrize("acting", list(Acting))
+def test_an_agent_that_was_cut_while_its_engine_was_silent_has_no_reward(acting):
+    """Whether its own time was over or it had lost patience: what it left says nothing about the policy."""
+    playing = Playing("ho$", "he$", leaves=True, acting=acting, silent_s=9.0)
+    trajectory = playing.run()
+    assert (trajectory.header.status, trajectory.header.reward.cause) == (TrajectoryStatus.FAILED, "engine_silent")
+    assert trajectory.header.session.acting == acting
+    assert isinstance(playing.told, Ungraded), "nothing is asked of the grader"
+    assert trajectory.payload.num_sampled == 3
 
 
 def test_what_did_not_boot_has_no_reward_and_says_why():

@@ -22,9 +22,11 @@ from fathom.text.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolArgume
 class Answer:
     """One answer, for whoever hears it: also for a caller that comes back after it lost the line."""
 
-    def __init__(self, key: bytes) -> None:
-        """`key`: identity of the call."""
+    def __init__(self, key: bytes, begun_s: float) -> None:
+        """`key`: identity of the call. `begun_s`: when it was asked for, by the session's clock."""
         self.key = key
+        self.news_s = begun_s
+        """When the engine was last heard of: its newest token, or the beginning."""
         self.task: asyncio.Task[None] | None = None
         """What samples it."""
         self.sampled_tokens = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import final
@@ -46,6 +46,10 @@ from fathom.rollout.session.plan import Closed, SessionPlan
 from fathom.rollout.session.tree import SampledTurn, TokenTree
 
 Generate = Callable[[GenerateRequest], AsyncIterator[GenerateChunk]]
+
+SILENT_SHARE = 0.1
+"""Part of the time since the session's first call. An engine that was silent for longer, while the agent waited for it
+to the end, is why the agent did not come further."""
 
 _STATUS = {
     FinishReason.STOP: TrajectoryStatus.COMPLETED,
@@ -99,6 +103,7 @@ class Session:
         self._turns = 0
         self._sampled_tokens = 0
         self._used_s = clock()
+        self._first_s: float | None = None
         self._trouble: tuple[TrajectoryStatus, str] | None = None
         self._closed: Closed | None = None
         self._closing = False
@@ -135,6 +140,10 @@ class Session:
     async def close(self, given_up: str = "") -> Closed:
         """End what runs, and hand over the record. Later calls are refused. Closed twice, it is the same record.
 
+        A session is failed, not aborted, when an answer was still to come and that was the engine's doing: it had said
+        nothing of it for more than `SILENT_SHARE` of the time since the first call (`engine_silent`), or had failed
+        before and was asked again.
+
         Args:
             given_up: why the trajectory is aborted whatever it did. Empty: it ended by itself.
 
@@ -143,12 +152,17 @@ class Session:
         """
         self._closing = True
         running = self._answers.running
+        silence = self._silence(running)
         tasks = [answer.task for answer in running if answer.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._closed is None:
-            given_up = given_up or ("closed while it generated" if running else "")
+            has_failed = self._trouble is not None and self._trouble[0] is TrajectoryStatus.FAILED
+            if silence and not has_failed:
+                self._trouble, has_failed = (TrajectoryStatus.FAILED, silence), True
+            if running and not has_failed:
+                given_up = given_up or "closed while it generated"
             self._closed = self._record(given_up)
         return self._closed
 
@@ -161,6 +175,7 @@ class Session:
 
     def _begin(self, call: TurnCall, key: bytes) -> Answer:
         self._used_s = self._clock()
+        self._first_s = self._used_s if self._first_s is None else self._first_s
         self._check_allowed(call)
         try:
             prompt = self._prompt(call)
@@ -174,7 +189,7 @@ class Session:
         if prompt.match is not None:
             self._matched[prompt.match.strictness] += 1
             self._rendered_whole += prompt.parent is None
-        answer = Answer(key)
+        answer = Answer(key, self._used_s)
         self._answers.add(answer, call.retry)
         answer.tell(TurnBegan(prompt_tokens=len(prompt.context)))
         request = self._request(prompt.context, call, limit)
@@ -322,6 +337,8 @@ class Session:
         async with aclosing(self._generate(request)) as stream:  # type: ignore[type-var]
             async for chunk in stream:
                 chunks.append(chunk)
+                if len(chunk.token_ids):
+                    answer.news_s = self._clock()
                 answer.sampled_tokens += len(chunk.token_ids)
                 answer.tell(*reader.feed(chunk.token_ids.tolist()))
         return chunks
@@ -341,6 +358,16 @@ class Session:
             self._meter.end(None)
 
     # The end --------------------------------------------------------------------------------------------------------
+
+    def _silence(self, running: Sequence[Answer]) -> str:
+        """Why the engine is to blame for the end of a session that waited for these answers. Empty: it is not."""
+        if self._first_s is None or not running or not self._turns:  # without any turn there is nothing to be graded
+            return ""
+        now_s = self._clock()
+        silent_s, since_s = now_s - min(answer.news_s for answer in running), now_s - self._first_s
+        if silent_s <= SILENT_SHARE * since_s:
+            return ""
+        return f"engine_silent: not a token of an answer in the last {silent_s:.3g} s of {since_s:.3g} s"
 
     def _record(self, given_up: str) -> Closed:
         payload = self._tree.payload() if len(self._tree) else None
