@@ -5,6 +5,7 @@ Letters: T tokens of a packed forward, H hidden size, N rows of hidden states, V
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,25 +83,17 @@ class LanguageModel:
         Raises:
             ConfigError: the folder is missing or incomplete, or the model is not supported.
         """
-        if not folder.is_dir():
-            raise ConfigError(f"no model folder {folder}; `fathom models fetch` makes one")
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model folder {folder} has no config.json; give a Hugging Face model folder")
-        if not any(folder.glob("*.safetensors")):
-            raise ConfigError(f"model folder {folder} has no weights (*.safetensors); is its download complete?")
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            refuse_unsupported(config)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
-        model, report = loaded
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if report[kind]:
-                raise ConfigError(f"model folder {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))}")
-        return cls(model.to(device))
+        return cls(_read(folder, dtype, device))
+
+    @classmethod
+    def load_over_one_base(cls, folder: Path, dtype: torch.dtype, device: str, count: int) -> tuple[Self, ...]:
+        """`count` models over the same weights in memory, each to `adapt` in its own way; see `load` for the rest.
+
+        None of them may change these weights.
+        """
+        model = _read(folder, dtype, device)
+        ours = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        return tuple(cls(copy.deepcopy(model, dict[int, Any](ours))) for _ in range(count))
 
     def adapt(self, form: AdapterForm, seed: int) -> AdapterForm:
         """Freeze the weights and compute with a fresh adapter beside them from now on; returns its form, targets found.
@@ -249,6 +242,29 @@ class LanguageModel:
     def save(self, folder: Path) -> None:
         """Write config and own weights (safetensors) in Hugging Face layout, without adapter and tokenizer."""
         self._model.save_pretrained(folder)
+
+
+def _read(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """See `LanguageModel.load`."""
+    if not folder.is_dir():
+        raise ConfigError(f"no model folder {folder}; `fathom models fetch` makes one")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {folder} has no config.json; give a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model folder {folder} has no weights (*.safetensors); is its download complete?")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        refuse_unsupported(config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
+    model, report = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ConfigError(f"model folder {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))}")
+    return model.to(device)
 
 
 def _as_they_are(rows: int) -> int:
