@@ -23,7 +23,6 @@ _Asked = TypeVar("_Asked")
 Settle = Callable[[Sequence[Message], Sequence[Tool]], tuple[Message, ...]]
 Keep = Callable[[Sequence[Message], Sequence[Message], Sequence[Tool]], tuple[Message, ...]]
 """See `History.keep`."""
-_NAME = "messages"
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -40,12 +39,13 @@ class History:
         self._api = ""
         self._read: tuple[int, bytes] | None = None
 
-    def shortened(self, body: bytes, api: str) -> tuple[bytes, tuple[Message, ...]]:
-        """The body without what is known of its `messages`, and what stands for that.
+    def shortened(self, body: bytes, api: str, name: str = "messages") -> tuple[bytes, tuple[Message, ...]]:
+        """The body without what is known of its messages, and what stands for that.
 
         Args:
             body: a request; may be anything.
             api: what reads it: the same bytes may be other messages for another.
+            name: the field of the body that holds them.
         """
         self._read = None
         if api != self._api:
@@ -54,7 +54,7 @@ class History:
             fields = _FIELDS.decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
             return body, ()
-        said = memoryview(fields.get(_NAME, b""))
+        said = memoryview(fields.get(name, b""))
         if bytes(said[:1]) != b"[" or bytes(said[-1:]) != b"]":
             return body, ()
         end = min(self._size_bytes, len(said) - 1)
@@ -64,7 +64,7 @@ class History:
         if not is_known:
             return body, ()
         new = b"[" + bytes(said[end + 1 :]) if after == b"," else b"[]"
-        return msgspec.json.encode(fields | {_NAME: msgspec.Raw(new)}), self._messages
+        return msgspec.json.encode(fields | {name: msgspec.Raw(new)}), self._messages
 
     def keep(
         self, before: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
@@ -89,6 +89,7 @@ def read_on(
     terms: _Terms,
     history: History | None,
     api: str,
+    name: str = "messages",
 ) -> _Asked:
     """A request, read from where the last one ended if there is a history.
 
@@ -98,13 +99,14 @@ def read_on(
         terms: for `read`.
         history: the session's, or None.
         api: names `read`.
+        name: the field of the body that holds the messages.
 
     Raises:
         CallRefusedError: as `read`; it names places in the whole body.
     """
     if history is None:
         return read(body, terms, (), _joined)
-    shortened, known = history.shortened(body, api)
+    shortened, known = history.shortened(body, api, name)
     try:
         return read(shortened, terms, known, history.keep)
     except CallRefusedError:

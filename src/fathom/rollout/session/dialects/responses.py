@@ -12,7 +12,7 @@ from fathom.rollout.session.call import CallRefusedError, TurnCall
 from fathom.rollout.session.dialects.body import at_least_one, not_text, read_body, sampling_of, unsupported
 from fathom.rollout.session.dialects.chat_completions import function_tool, openai_error
 from fathom.rollout.session.dialects.dialect import Asked, Terms
-from fathom.rollout.session.dialects.history import History
+from fathom.rollout.session.dialects.history import History, Keep, read_on
 from fathom.rollout.session.dialects.responses_writer import Echo, ResponsesWriter
 
 _CHANGES_NOTHING = (
@@ -91,18 +91,22 @@ class Responses:
     """`POST /v1/responses`."""
 
     def read(self, body: bytes, terms: Terms, history: History | None = None) -> Asked:
-        """See `Dialect.read`. Items of an answer are joined to one message, so all of it is read each time."""
+        """See `Dialect.read`."""
+        return read_on(self._read, body, terms, history, "responses", "input")
+
+    def _read(self, body: bytes, terms: Terms, known: tuple[Message, ...], keep: Keep) -> Asked:
         asked = read_body(body, _Request, terms, changes_nothing=_CHANGES_NOTHING, neutral=_NEUTRAL)
         if asked.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", asked.tool_choice)
         if asked.reasoning is not None and asked.reasoning.effort and "effort" not in terms.ignored:
             raise unsupported("reasoning.effort", asked.reasoning.effort)
-        messages = [Message(role=Role.SYSTEM, content=asked.instructions)] if asked.instructions else []
+        first = (Message(role=Role.SYSTEM, content=asked.instructions),) if asked.instructions else ()
         tools = _tools(asked.tools or (), terms)
+        # A model that must call no tool is told of none, and nothing that it says is read as a call.
+        told_of = () if asked.tool_choice == "none" else tools
         call = TurnCall(
-            messages=(*messages, *_messages(asked.input)),
-            # A model that must call no tool is told of none, and nothing that it says is read as a call.
-            tools=() if asked.tool_choice == "none" else tools,
+            messages=keep(first, _messages(known, asked.input), told_of),
+            tools=told_of,
             max_new_tokens=at_least_one(asked.max_output_tokens, "max_output_tokens"),
             sampling=sampling_of(terms, temperature=asked.temperature, top_p=asked.top_p),
         )
@@ -132,11 +136,15 @@ def _tools(given: Sequence[_Tool], terms: Terms) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def _messages(given: str | Sequence[_Item]) -> list[Message]:
-    """What the model thought, said and called in a row are items here, and one message inside."""
+def _messages(known: Sequence[Message], given: str | Sequence[_Item]) -> list[Message]:
+    """A conversation of which the first messages are known.
+
+    What the model thought, said and called in a row are items here, and one message inside: the last that is known may
+    grow by what was not.
+    """
     if isinstance(given, str):
         return [Message(role=Role.USER, content=given)]
-    messages: list[Message] = []
+    messages = list(known)
     for place, item in enumerate(given):
         message = _message(item, f"input[{place}]")
         before = messages[-1] if messages else None
