@@ -40,6 +40,8 @@ class TalkOptions(Section):
     """Tasks."""
     endpoints: str = ""
     """Folder in which each episode leaves its endpoint, as a JSON file. Empty: none does."""
+    hopeless: int = 0
+    """Tasks, the first ones, in which nothing is worth anything."""
     patient: bool = True
     """Asks again after a failure of the engine."""
 
@@ -73,7 +75,8 @@ class Talk:
     async def grade(self, transcript: Transcript) -> Graded:
         await self.fault("grade")
         said = "".join(message.content for message in transcript.messages if message.role is Role.ASSISTANT)
-        return Graded(components={"letters": 0.1 * said.count("a")}, grader="talk/1", answer_found=bool(said))
+        worth = 0.0 if self.task.id in hopeless_of(self.options) else 0.1 * said.count("a")
+        return Graded(components={"letters": worth}, grader="talk/1", answer_found=bool(said))
 
     async def close(self) -> None:
         pass
@@ -94,6 +97,11 @@ class Talk:
         except FileExistsError:
             return False
         return True
+
+
+def hopeless_of(options: TalkOptions) -> tuple[str, ...]:
+    """Ids of the tasks in which nothing is worth anything."""
+    return tuple(f"t{n}" for n in range(options.hopeless))
 
 
 async def ask_twice(endpoint: Endpoint, messages: list[dict[str, Any]]) -> None:
