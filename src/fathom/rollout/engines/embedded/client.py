@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeVar, final
@@ -45,6 +45,7 @@ from fathom.rollout.engines.embedded.messages import (
     StageCall,
     StatusCall,
     VerifyCall,
+    adapter_path,
 )
 from fathom.rollout.engines.embedded.multiplexer import Multiplexer, require_frames
 from fathom.rollout.engines.embedded.process import EmbeddedSpec, EngineProcess, Reach
@@ -65,17 +66,25 @@ Wire = Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport]
 """Wraps what carries the calls."""
 
 
+Leave = Callable[[], Awaitable[None]]
+"""Gives up the process behind an engine, or a share of it. Idempotent."""
+
+
 def _plain(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
     return transport
 
 
 @final
 class EmbeddedEngine:
-    """Owns the process that it started. Calls in flight are limited by nothing but open files; each has a deadline."""
+    """Owns the process that it started, or its share of one.
 
-    def __init__(self, reach: Reach, process: EngineProcess | None, wire: Wire) -> None:
-        """See `launch` and `attach`."""
+    Calls in flight are limited by nothing but open files; each has a deadline.
+    """
+
+    def __init__(self, reach: Reach, process: EngineProcess | None, wire: Wire, leave: Leave | None = None) -> None:
+        """See `launch`, `share` and `attach`."""
         self._process = process
+        self._leave = process.close if leave is None and process is not None else leave
         self._reach = reach
         self._capabilities = None if process is None else process.capabilities
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_IDLE_S)
@@ -96,6 +105,21 @@ class EmbeddedEngine:
         """
         process = await EngineProcess.launch(spec)
         return cls(process.reach, process, wire)
+
+    @classmethod
+    def share(cls, process: EngineProcess, spec: EmbeddedSpec, leave: Leave) -> Self:
+        """One adapter's engine, the one that `spec` names, in a process that others use, too.
+
+        `leave` is called when this is closed; the process goes on.
+        """
+        assert spec.adapter is not None, "what shares a process computes with an adapter"
+        reach = replace(
+            process.reach,
+            url=process.url + adapter_path(spec.adapter.name),
+            weights_timeout_s=spec.weights_timeout_s,
+            request_timeout_s=spec.request_timeout_s,
+        )
+        return cls(reach, process, _plain, leave)
 
     @classmethod
     async def attach(cls, url: str, token: str) -> Self:
@@ -194,8 +218,8 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        if self._process is not None:
-            await self._process.close()
+        if self._leave is not None:
+            await self._leave()
         await self._multiplexer.close()
         await self._http.aclose()
 

@@ -26,6 +26,11 @@ FRAMES = "application/x-fathom-frames"
 """Media type of every answer."""
 
 
+def adapter_path(name: str) -> str:
+    """Below which path the engine of the adapter called `name` answers."""
+    return f"/adapters/{name}"
+
+
 class FailureKind(StrEnum):
     """Which error the client raises."""
 
@@ -124,7 +129,7 @@ class Done(msgspec.Struct, frozen=True, tag="done.1"):
     """Done; there is nothing to tell."""
 
 
-class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
+class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.2"):
     """First line (JSON) on the process's standard input, which then stays open: when it closes, the process ends."""
 
     engine: str
@@ -145,9 +150,9 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.1"):
     """Memory for keys and values, in MiB. None: what `max_running` longest sequences need, up to 4 GiB."""
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
-    adapter: AdapterForm | None
-    """Compute with an adapter of this form beside the folder's weights; a version is that alone. None: a version is
-    the whole model."""
+    adapters: tuple[AdapterForm, ...]
+    """Compute with adapters of these forms beside the folder's weights; a version is that alone. Several are engines of
+    their own, each below the path `/adapters/NAME`. Empty: a version is the whole model."""
     aligned: bool
     """Compute in aligned mode (`model/aligned.py`)."""
     speculation: Speculation

@@ -52,6 +52,8 @@ class EmbeddedSpec:
     """CPU threads."""
     adapter: AdapterForm | None = None
     """Versions are adapters of this form, for the weights of the folder. None: they are whole models."""
+    beside: tuple[AdapterForm, ...] = ()
+    """Forms of further adapters that the same process computes with; see `shared_processes`."""
     aligned: bool = False
     """Compute in aligned mode: the trainer's bits, whatever the batch."""
     speculation: Speculation = Speculation.NONE
@@ -220,7 +222,7 @@ def _config_line(spec: EmbeddedSpec) -> bytes:
         step_tokens=spec.step_tokens,
         kv_memory_mb=spec.kv_memory_mb,
         max_context_tokens=spec.max_context_tokens,
-        adapter=spec.adapter,
+        adapters=(*(() if spec.adapter is None else (spec.adapter,)), *spec.beside),
         aligned=spec.aligned,
         speculation=spec.speculation,
         draft_tokens=spec.draft_tokens,

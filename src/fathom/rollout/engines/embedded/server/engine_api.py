@@ -6,14 +6,14 @@ import asyncio
 import hmac
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar, final
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fathom.core.errors import (
@@ -55,6 +55,21 @@ T = TypeVar("T")
 Call = TypeVar("Call", bound=msgspec.Struct)
 
 
+def application(apis: Mapping[str, EngineApi], token: str) -> ASGIApp:
+    """The ASGI application; every request must carry the bearer token.
+
+    Args:
+        apis: by the path that each is below. Empty: it is at the root.
+        token: the bearer token.
+    """
+    routes = [route for path, api in apis.items() for route in _below(path, api.routes())]
+    return _Guarded(Starlette(routes=routes), token)
+
+
+def _below(path: str, routes: list[BaseRoute]) -> list[BaseRoute]:
+    return [Mount(path, routes=routes)] if path else routes
+
+
 @final
 class EngineApi:
     """Answers calls by handing them to the scheduler; bytes are received and digested in threads meanwhile."""
@@ -65,9 +80,9 @@ class EngineApi:
         self._threads = threads
         self._publishing = asyncio.Lock()
 
-    def app(self, token: str) -> ASGIApp:
-        """The ASGI application; every request must carry the bearer token."""
-        routes = [
+    def routes(self) -> list[BaseRoute]:
+        """One for each call."""
+        return [
             Route("/submit", self._submit, methods=["POST"]),
             _route("/abort", AbortCall, self._abort),
             _route("/stage", StageCall, self._stage),
@@ -76,7 +91,6 @@ class EngineApi:
             _route("/rollback", RollbackCall, self._rollback),
             _route("/status", StatusCall, self._status),
         ]
-        return _Guarded(Starlette(routes=routes), token)
 
     async def _submit(self, http: Request) -> ASGIApp:
         stream: Stream = asyncio.Queue()

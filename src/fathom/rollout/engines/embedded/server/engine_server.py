@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import resource
 import socket
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -16,7 +18,7 @@ import torch
 import uvicorn
 
 from fathom.config.families import Speculation, TransportKind
-from fathom.core.adapter import AdapterIdentity
+from fathom.core.adapter import AdapterForm, AdapterIdentity
 from fathom.core.errors import ConfigError
 from fathom.core.ids import EngineId
 from fathom.core.ports.engine import Capabilities, DigestKind, ReceivesInto
@@ -24,16 +26,16 @@ from fathom.core.records.sampling import InFlightMode
 from fathom.model.aligned import align
 from fathom.model.language_model import LanguageModel
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
-from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed
+from fathom.rollout.engines.embedded.messages import EngineConfigLine, Streamed, adapter_path
 from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.decode.draft.model_proposer import ModelProposer
 from fathom.rollout.engines.embedded.server.decode.draft.ngram_proposer import NgramProposer
 from fathom.rollout.engines.embedded.server.decode.draft.proposer import Proposer
 from fathom.rollout.engines.embedded.server.decode.model_forward import ModelForward
-from fathom.rollout.engines.embedded.server.engine_api import EngineApi
+from fathom.rollout.engines.embedded.server.engine_api import EngineApi, application
 from fathom.rollout.engines.embedded.server.job import Stream
 from fathom.rollout.engines.embedded.server.kv.kv_budget import kv_pages
-from fathom.rollout.engines.embedded.server.scheduler import Scheduler
+from fathom.rollout.engines.embedded.server.scheduler import Calls, Scheduler, serve
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 from fathom.sync.adapters.adopt import AdapterStart, adopt
 from fathom.text.tokenizer import Tokenizer
@@ -61,17 +63,22 @@ class EngineServer:
         sys.setswitchinterval(_SWITCH_S)
         _raise_file_limit()
         self._loop = asyncio.new_event_loop()
-        decoder, weights, adapter = _load(config)
-        self.capabilities = _capabilities(config, decoder.has_experts)
-        self._scheduler = Scheduler(
-            EngineId(config.engine), self.capabilities, decoder, weights, self._deliver, adapter
-        )
-        self._app = EngineApi(self._scheduler, EngineId(config.engine), config.threads).app(config.token)
+        engine = EngineId(config.engine)
+        loaded = _load(config)
+        self.capabilities = _capabilities(config, loaded[0].decoder.has_experts)
+        self._calls: Calls = queue.SimpleQueue()
+        self._schedulers = [
+            Scheduler(engine, self.capabilities, each.decoder, each.weights, self._deliver, each.adapter, self._calls)
+            for each in loaded
+        ]
+        apis = [EngineApi(scheduler, engine, config.threads) for scheduler in self._schedulers]
+        paths = [adapter_path(form.name) for form in config.adapters] if len(apis) > 1 else [""]
+        self._app = application(dict(zip(paths, apis, strict=True)), config.token)
 
     def serve(self, listener: socket.socket) -> None:
         """Answer HTTP in a second thread, decode in this one. Never returns."""
         threading.Thread(target=self._answer_http, args=(listener,), daemon=True).start()
-        self._scheduler.run()
+        serve(self._schedulers, self._calls)
 
     def _answer_http(self, listener: socket.socket) -> None:
         """Outside the main thread uvicorn leaves signals alone: SIGTERM simply ends the process, as it should."""
@@ -94,9 +101,26 @@ class EngineServer:
         self._loop.call_soon_threadsafe(_put_all, chunks)
 
 
-def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets, AdapterIdentity | None]:
-    model = LanguageModel.load(Path(config.model_folder), _DTYPES[config.dtype], config.device)
-    adapter = adopt(model, AdapterStart(form=config.adapter)) if config.adapter is not None else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """The model, or the base with one adapter: with KV memory, slots and weights of its own."""
+
+    decoder: Decoder
+    weights: WeightSets
+    adapter: AdapterIdentity | None
+
+
+def _load(config: EngineConfigLine) -> list[_Loaded]:
+    """One for each adapter, all over one base in memory; or one for the whole model."""
+    folder, dtype = Path(config.model_folder), _DTYPES[config.dtype]
+    if not config.adapters:
+        return [_prepared(LanguageModel.load(folder, dtype, config.device), None, config)]
+    models = LanguageModel.load_over_one_base(folder, dtype, config.device, len(config.adapters))
+    return [_prepared(model, form, config) for model, form in zip(models, config.adapters, strict=True)]
+
+
+def _prepared(model: LanguageModel, form: AdapterForm | None, config: EngineConfigLine) -> _Loaded:
+    adapter = adopt(model, AdapterStart(form=form)) if form is not None else None
     if config.aligned:
         align(model)
     slots, tokens = config.max_running, config.max_context_tokens
@@ -120,7 +144,7 @@ def _load(config: EngineConfigLine) -> tuple[Decoder, WeightSets, AdapterIdentit
         proposer=_proposer(config, model, step_tokens),
         draft_tokens=config.draft_tokens,
     )
-    return decoder, WeightSets(model.weights()), adapter
+    return _Loaded(decoder=decoder, weights=WeightSets(model.weights()), adapter=adapter)
 
 
 def _proposer(config: EngineConfigLine, model: LanguageModel, step_tokens: int) -> Proposer | None:

@@ -2,17 +2,17 @@
 
 Each turn: answer calls (at a token boundary), admit waiting generations into free slots, compute one step of what
 runs, answer one score request, send what was sampled. With nothing to do it checks its books and waits for a call. It
-waits for no client and no disk.
+waits for no client and no disk. Schedulers of several adapters take turns in one loop.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 import torch
 
@@ -38,6 +38,8 @@ from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_
 from fathom.sync.held import Held
 
 T = TypeVar("T")
+Calls = queue.SimpleQueue[Callable[[], None]]
+"""What other threads ask of the decode loop."""
 Deliver = Callable[[list[tuple[Stream, Streamed]]], None]
 """Hands chunks to the event loop's thread."""
 
@@ -45,6 +47,17 @@ _FLUSH_S = 0.05
 """Tokens of a running sequence are sent no more often than this,"""
 _CHUNKS_PER_S = 250
 """and so that all sequences together make no more chunks than this: each costs both processes a fraction of a ms."""
+
+
+def serve(schedulers: Sequence[Scheduler], calls: Calls) -> NoReturn:
+    """Give each its turn, for ever; `calls` are those of all of them.
+
+    An exception from a model or from the books ends the process: its state cannot be trusted.
+    """
+    with torch.inference_mode():
+        while True:
+            if not any([each.turn() for each in schedulers]):
+                calls.get()()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +80,10 @@ class Scheduler:
         weights: WeightSets,
         deliver: Deliver,
         adapter: AdapterIdentity | None = None,
+        calls: Calls | None = None,
     ) -> None:
-        """`adapter`: what `weights` are of, and the base beside them; None: a whole model."""
+        """`adapter`: what `weights` are of, and the base beside them; None: a whole model. `calls`: those of the loop,
+        if others are served in it, too; None: nobody is."""
         self._engine = engine
         self._capabilities = capabilities
         self._decoder = decoder
@@ -76,7 +91,7 @@ class Scheduler:
         self.adapter = adapter
         """What versions must be of. None: the whole model."""
         self._deliver = deliver
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: Calls = queue.SimpleQueue() if calls is None else calls
         self._waiting: AdmissionQueue[Job] = AdmissionQueue()
         self._jobs: dict[str, Job] = {}
         self._seen: set[str] = set()
@@ -86,13 +101,6 @@ class Scheduler:
         self._outgoing: list[tuple[Stream, Streamed]] = []
         self._flushed_s = 0.0
         self._was_busy = False
-
-    def run(self) -> None:
-        """Serve for ever. An exception from the model or the books ends the process: its state cannot be trusted."""
-        with torch.inference_mode():
-            while True:
-                if not self.turn():
-                    self._calls.get()()
 
     def turn(self) -> bool:
         """Answer calls, then one step of everything that runs. False: nothing did, so only a call can change that."""
