@@ -7,7 +7,8 @@ from typing import Any, Protocol, final
 from fathom.core.ports.agent import Endpoint
 from fathom.envs.agents.tool_loop import AsyncTool, tool_loop
 from fathom.envs.harbor.folder import SOLUTION, HarborTask
-from fathom.envs.sandbox import Ended, Ran, Sandbox
+from fathom.envs.harbor.places import Place
+from fathom.envs.sandbox import Ended, Ran
 
 BASH = "bash"
 """What the tool is called."""
@@ -20,16 +21,16 @@ BASH_PARAMETERS = {
 
 
 class Actor(Protocol):
-    """Acts in a booted sandbox."""
+    """Acts in a place that was opened."""
 
-    async def __call__(self, task: HarborTask, sandbox: Sandbox, endpoint: Endpoint) -> None:
+    async def __call__(self, task: HarborTask, place: Place, endpoint: Endpoint) -> None:
         """Work on the task until it is done, or cancelled."""
         ...
 
 
 @final
 class BashAgent:
-    """Asks the model until it calls no tool any more; its one tool runs a command in the sandbox's shell."""
+    """Asks the model until it calls no tool any more; its one tool runs a command in the place's shell."""
 
     def __init__(self, *, system: str, description: str, max_turns: int, command_timeout_s: float) -> None:
         """Remember.
@@ -45,14 +46,14 @@ class BashAgent:
         self._max_turns = max_turns
         self._command_timeout_s = command_timeout_s
 
-    async def __call__(self, task: HarborTask, sandbox: Sandbox, endpoint: Endpoint) -> None:
+    async def __call__(self, task: HarborTask, place: Place, endpoint: Endpoint) -> None:
         """Let the model work."""
 
         async def bash(arguments: dict[str, Any]) -> str:
             command = arguments.get("command")
             if not isinstance(command, str):
                 return "error: bash takes a text named 'command'"
-            return told(await sandbox.run(command, self._command_timeout_s))
+            return told(await place.run(command, self._command_timeout_s))
 
         tool = AsyncTool(name=BASH, description=self._description, parameters=BASH_PARAMETERS, call=bash)
         messages = [{"role": "system", "content": self._system}] if self._system else []
@@ -60,15 +61,15 @@ class BashAgent:
         await tool_loop(endpoint, messages, [tool], max_turns=self._max_turns)
 
 
-async def oracle(task: HarborTask, sandbox: Sandbox, endpoint: Endpoint | None) -> None:
+async def oracle(task: HarborTask, place: Place, endpoint: Endpoint | None) -> None:
     """Do what the task's own solution does. The only one who is shown it; asks no model."""
     table = task.file
-    await sandbox.put(task.solution())
+    await place.put(task.solution())
     exports = "".join(f"export {name}={_quoted(value)}; " for name, value in table.solution.env.items())
-    await sandbox.run(f"{exports}bash {SOLUTION}/solve.sh", table.agent.timeout_sec or 600.0)
+    await place.run(f"{exports}bash {SOLUTION}/solve.sh", table.agent.timeout_sec or 600.0)
 
 
-async def nobody(task: HarborTask, sandbox: Sandbox, endpoint: Endpoint | None) -> None:
+async def nobody(task: HarborTask, place: Place, endpoint: Endpoint | None) -> None:
     """Do nothing."""
 
 

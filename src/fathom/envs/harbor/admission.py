@@ -12,6 +12,9 @@ from fathom.core.ports.agent import Acting, Endpoint, Transcript
 from fathom.envs.harbor.actors import Actor, nobody, oracle
 from fathom.envs.harbor.episode import HarborEpisode
 from fathom.envs.harbor.folder import HarborTask, Room, read_task
+from fathom.envs.harbor.places import LocalPlace
+from fathom.envs.harbor.places.provider import Provider
+from fathom.envs.harbor.places.provider_place import ProviderPlace
 from fathom.envs.harbor.verifier import VerifierError
 from fathom.envs.sandbox.view import require_tools
 
@@ -41,29 +44,35 @@ class Admission:
         return not self.reason
 
 
-async def check_folders(folders: Sequence[Path]) -> list[Admission]:
+async def check_folders(folders: Sequence[Path], provider: Provider | None = None) -> list[Admission]:
     """Check task folders, a few at a time; the answers are in the order of `folders`.
+
+    Args:
+        folders: the folders.
+        provider: of Harbor's, where they are tried. None: in the local sandbox.
 
     Raises:
         ConfigError: a program that sandboxes need is missing.
     """
-    require_tools()
+    if provider is None:
+        require_tools()
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(folder: Path) -> Admission:
         async with places:
-            return await _check(folder)
+            return await _check(folder, provider)
 
     return await asyncio.gather(*(one(folder) for folder in folders))
 
 
-async def reward_of(task: HarborTask, actor: Actor, room: Room = ROOM) -> float:
-    """The reward that `actor` gets.
+async def reward_of(task: HarborTask, actor: Actor, provider: Provider | None = None) -> float:
+    """The reward that `actor` gets, in the local sandbox or where a provider of Harbor's makes one.
 
     Raises:
         VerifierError, SandboxError: there is none.
     """
-    episode = HarborEpisode(task, room, actor)
+    place = LocalPlace(task, ROOM) if provider is None else ProviderPlace(task, provider.box, ROOM.output_bytes)
+    episode = HarborEpisode(task, place, actor)
     try:
         await episode.boot()
         await episode.act(_NO_MODEL)
@@ -73,13 +82,13 @@ async def reward_of(task: HarborTask, actor: Actor, room: Room = ROOM) -> float:
         await episode.close()
 
 
-async def _check(folder: Path) -> Admission:
+async def _check(folder: Path, provider: Provider | None) -> Admission:
     try:
-        task = read_task(folder)
+        task = read_task(folder, local=provider is None)
     except FathomError as error:
         return Admission(name=folder.name, oracle=None, no_op=None, reason=str(error))
-    solved, why_solved = await _try(task, oracle)
-    idle, why_idle = await _try(task, nobody)
+    solved, why_solved = await _try(task, oracle, provider)
+    idle, why_idle = await _try(task, nobody, provider)
     reason = why_solved or why_idle
     if not reason and solved != 1.0:
         reason = f"its own solution gets {solved:g}, not 1"
@@ -88,8 +97,8 @@ async def _check(folder: Path) -> Admission:
     return Admission(name=folder.name, oracle=solved, no_op=idle, reason=reason)
 
 
-async def _try(task: HarborTask, actor: Actor) -> tuple[float | None, str]:
+async def _try(task: HarborTask, actor: Actor, provider: Provider | None) -> tuple[float | None, str]:
     try:
-        return await reward_of(task, actor), ""
+        return await reward_of(task, actor, provider), ""
     except (FathomError, VerifierError, TimeoutError) as error:
         return None, str(error) or "its time was over"

@@ -35,7 +35,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """One task folder, read and found fit for the local sandbox. Its files are read again when they are needed."""
+    """One task folder, read and found fit for where it is to run. Its files are read again when they are needed."""
 
     id: TaskId
     """The folder's name."""
@@ -45,13 +45,8 @@ class HarborTask:
     """What the agent is asked."""
     file: TaskFile
     """`task.toml`."""
-    layout: Layout
-    """What the Dockerfile asks for."""
-
-    @property
-    def workdir(self) -> str:
-        """Where commands start."""
-        return self.file.environment.workdir or self.layout.workdir
+    layout: Layout | None
+    """What the Dockerfile asks for, for the local sandbox. None: a provider of Harbor's builds the image."""
 
     @property
     def task(self) -> Task:
@@ -64,17 +59,18 @@ class HarborTask:
         Raises:
             ConfigError: it puts something where nothing can be written.
         """
-        asked = self.file.environment
-        places = [self.workdir, *self.layout.folders, *(path for path, _ in self.layout.files)]
+        asked, layout = self.file.environment, self._layout
+        workdir = asked.workdir or layout.workdir
+        places = [workdir, *layout.folders, *(path for path, _ in layout.files)]
         tops = {"/".join(PurePosixPath(place).parts[:2]).replace("//", "/") for place in places}
         memory = min(asked.memory_mb or room.memory_mb, room.memory_mb) * _MIB
         storage = min(asked.storage_mb or room.storage_mb, room.storage_mb) * _MIB
         return SandboxSpec(
-            workdir=self.workdir,
+            workdir=workdir,
             writable=tuple(sorted(tops | {"/tmp", "/root", TESTS, SOLUTION, LOGS})),
             disk_bytes=storage,
             home="/root",
-            env=(*self.layout.env, *asked.env.items()),
+            env=(*layout.env, *asked.env.items()),
             limits=Limits(
                 memory_bytes=memory,
                 num_processes=room.num_processes,
@@ -84,9 +80,13 @@ class HarborTask:
             boot_timeout_s=asked.build_timeout_sec,
         )
 
+    def folders(self) -> tuple[str, ...]:
+        """Folders that are there, empty or not."""
+        return self._layout.folders
+
     def environment_files(self) -> list[PlacedFile]:
         """What COPY puts there."""
-        return [placed(path, target) for target, path in self.layout.files]
+        return [placed(path, target) for target, path in self._layout.files]
 
     def tests(self) -> list[PlacedFile]:
         """`tests/`, for after the agent has stopped."""
@@ -96,14 +96,23 @@ class HarborTask:
         """`solution/`, for the oracle only."""
         return _below(self.folder / "solution", SOLUTION)
 
+    @property
+    def _layout(self) -> Layout:
+        assert self.layout is not None, "only what was read for the local sandbox is put into it"
+        return self.layout
 
-def read_task(folder: Path) -> HarborTask:
+
+def read_task(folder: Path, *, local: bool = True) -> HarborTask:
     """Read one task folder.
 
+    Args:
+        folder: the folder.
+        local: it is to run in the local sandbox; False: where a provider of Harbor's builds its image.
+
     Raises:
-        DataError: it is not whole. ConfigError: it asks for what the local sandbox cannot do.
+        DataError: it is not whole. ConfigError: it asks for what cannot be done there.
     """
-    file = read_task_file(folder / "task.toml")
+    file = read_task_file(folder / "task.toml", local=local)
     try:
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -117,8 +126,10 @@ def read_task(folder: Path) -> HarborTask:
         folder=folder,
         instruction=instruction,
         file=file,
-        layout=read_dockerfile(folder / "environment"),
+        layout=read_dockerfile(folder / "environment") if local else None,
     )
+    if not local:
+        return task
     try:
         task.spec(Room(memory_mb=1, storage_mb=1, num_processes=1, output_bytes=1))
     except ConfigError as error:

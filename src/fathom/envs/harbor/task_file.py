@@ -103,8 +103,12 @@ class TaskFile(_Table):
     """Of the sandbox."""
 
 
-def read_task_file(path: Path) -> TaskFile:
+def read_task_file(path: Path, *, local: bool = True) -> TaskFile:
     """Read and judge `task.toml`.
+
+    Args:
+        path: the file.
+        local: for the local sandbox; False: for one that a provider of Harbor's makes of an image, which can do more.
 
     Raises:
         DataError: missing, no TOML, or not of the schema. ConfigError: it asks for what cannot be had here, by name.
@@ -115,11 +119,10 @@ def read_task_file(path: Path) -> TaskFile:
         raise DataError(f"{path} cannot be read: {error}") from error
     if "version" in table:  # as schema 1.0 called it
         table["schema_version"] = table.pop("version")
+    where = "the local sandbox" if local else "Fathom"
     for key in ("steps", "artifacts"):
         if table.pop(key, None):
-            raise ConfigError(
-                f"{path}: `{key}` cannot be honoured by the local sandbox; run this task with Harbor itself"
-            )
+            raise ConfigError(f"{path}: `{key}` cannot be honoured by {where}; run this task with Harbor itself")
     try:
         found = TaskFile.model_validate(table)
     except ValidationError as error:
@@ -127,28 +130,30 @@ def read_task_file(path: Path) -> TaskFile:
         raise DataError(f"{path}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
     if found.schema_version not in VERSIONS:
         raise DataError(f"{path}: schema_version {found.schema_version!r} is not one of {', '.join(VERSIONS)}")
-    asked = _not_to_be_had(found)
+    asked = _not_to_be_had(found, local=local)
     if asked:
-        raise ConfigError(f"{path}: {'; '.join(asked)}: the local sandbox cannot; run this task with Harbor itself")
+        raise ConfigError(f"{path}: {'; '.join(asked)}: {where} cannot; run this task with Harbor itself")
     return found
 
 
-def _not_to_be_had(file: TaskFile) -> list[str]:
+def _not_to_be_had(file: TaskFile, *, local: bool) -> list[str]:
     table = file.environment
-    asked = [
+    of_images = [
         (table.docker_image, f"docker_image = {table.docker_image!r}"),
-        (table.os != "linux", f"os = {table.os!r}"),
         (table.gpus, f"gpus = {table.gpus}"),
         (table.gpu_types, "gpu_types"),
         (table.allow_internet, "allow_internet = true"),
         (table.network_mode not in (None, "no-network"), f"network_mode = {table.network_mode!r}"),
         (table.allowed_hosts, "allowed_hosts"),
+        (table.healthcheck, "healthcheck"),
+    ]
+    of_agents = [
+        (table.os != "linux", f"os = {table.os!r}"),
         (table.mcp_servers, "mcp_servers"),
         (table.skills_dir, "skills_dir"),
-        (table.healthcheck, "healthcheck"),
         (file.verifier.environment_mode != "shared", f"environment_mode = {file.verifier.environment_mode!r}"),
     ]
-    said = [what for given, what in asked if given]
+    said = [what for given, what in (*(of_images if local else ()), *of_agents) if given]
     for name, env in (("environment", table.env), ("verifier", file.verifier.env), ("solution", file.solution.env)):
         said += [f"{name}.env.{key} takes a variable of the host" for key, value in env.items() if "${" in value]
     return said

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 from fathom.core.records.trajectory import Graded
 from fathom.envs.harbor.folder import LOGS, SOLUTION, TESTS, HarborTask
-from fathom.envs.sandbox import Ended, Sandbox, SandboxSpec
+from fathom.envs.harbor.places import Place
+from fathom.envs.sandbox import Ended
 
 GRADER = "harbor/1"
 _REWARDS = f"{LOGS}/verifier"
-_OPEN_VARIABLES = (("PYTHONNOUSERSITE", "1"),)
 
 
 class VerifierError(Exception):
     """The tests gave no reward: they failed themselves, or left nothing that is one."""
 
 
-async def verify(task: HarborTask, sandbox: Sandbox, spec: SandboxSpec) -> Graded:
-    """Run the tests in the world the agent left, after all its processes were killed.
+async def verify(task: HarborTask, place: Place) -> Graded:
+    """Run the tests in the world the agent left.
 
     Raises:
         VerifierError: no reward. SandboxError: the sandbox is gone.
     """
     table = task.file.verifier
-    limits = replace(spec.limits, cpu_s=max(1, math.ceil(table.timeout_sec)))
-    await sandbox.begin_phase(limits, (*_OPEN_VARIABLES, *table.env.items()))
+    await place.begin_tests()
     for folder in (SOLUTION, TESTS, LOGS, _REWARDS):
-        await sandbox.empty(folder)
-    await sandbox.put(task.tests())
-    ran = await sandbox.run(f"bash {TESTS}/test.sh", table.timeout_sec)
+        await place.empty(folder)
+    await place.put(task.tests())
+    ran = await place.run(f"bash {TESTS}/test.sh", table.timeout_sec)
     if ran.ended not in (Ended.EXITED, Ended.SHELL_ENDED):
         raise VerifierError(f"the tests of {task.id} were ended by a limit ({ran.ended}): {ran.stderr[-500:]}")
-    as_json = await sandbox.get(f"{_REWARDS}/reward.json")
+    as_json = await place.get(f"{_REWARDS}/reward.json")
     if as_json is not None:
         return Graded(components=json_reward(as_json), grader=GRADER, answer_found=True)
-    as_text = await sandbox.get(f"{_REWARDS}/reward.txt")
+    as_text = await place.get(f"{_REWARDS}/reward.txt")
     if as_text is None:
         raise VerifierError(
             f"the tests of {task.id} left no reward (exit code {ran.exit_code}): {(ran.stderr or ran.stdout)[-500:]}"

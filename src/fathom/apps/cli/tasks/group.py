@@ -16,10 +16,17 @@ from fathom.core.ports.environment import DemonstratedEnvironment
 from fathom.envs.harbor.admission import Admission, check_folders
 from fathom.envs.harbor.folder import task_folders
 from fathom.envs.harbor.generating import write_tasks
+from fathom.envs.harbor.places.provider import LOCAL, provider_of
 from fathom.envs.registry import build_environment
 from fathom.envs.written_rows import write_rows
 
 Folders = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="task folders, or folders of task folders")]
+ProviderName = Annotated[
+    str, typer.Option("--provider", metavar="NAME", help="where they run: local, or a provider of Harbor's")
+]
+ProviderOptions = Annotated[
+    list[str] | None, typer.Option("--provider-option", metavar="KEY=VALUE", help="an option of that provider's")
+]
 Seed = Annotated[int, typer.Option("--seed", help="which tasks are drawn")]
 Count = Annotated[int, typer.Option("--count", min=1, help="training tasks")]
 HeldOut = Annotated[int, typer.Option("--held-out", min=0, help="held-out tasks; they do not depend on --count")]
@@ -35,12 +42,16 @@ tasks = typer.Typer(no_args_is_help=True, help="Tasks as files: folders in Harbo
 
 
 @tasks.command()
-def check(folders: Folders) -> None:
+def check(folders: Folders, provider: ProviderName = LOCAL, provider_option: ProviderOptions = None) -> None:
     """Run each task's own solution, which must get 1, and nothing at all, which must get 0. Else exit code 1."""
     console = Console(soft_wrap=True)
     found = task_folders(folders)
+    options: dict[str, Any] = {}
+    for item in provider_option or ():
+        apply_override(options, item)
+    harbors = provider_of(provider, options)
     with console.status(f"{len(found)} tasks"):
-        rows = asyncio.run(check_folders(found))
+        rows = asyncio.run(check_folders(found, harbors))
     console.print(_table(rows))
     admitted = sum(row.admitted for row in rows)
     console.print(f"{admitted} of {len(rows)} tasks are admitted", highlight=False)
