@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, run: Path) -> AsyncIterator[Rig]:
+async def opened(folder: Path, run: Path) -> AsyncGenerator[Rig]:
     transport = SharedTransport(run)
     processes = SharedProcesses(FORMS, run, max_context_tokens=192)
     lanes: list[Lane] = []

@@ -1,15 +1,19 @@
-"""LoRA: train a small update of low rank instead of the whole model."""
+"""LoRA: train a small update of low rank, or several over one base, instead of the whole model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from fathom.config.families import LoraPublish
 from fathom.config.section import Section
 from fathom.core.adapter import AdapterForm
 
+AdapterName = Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+_Table = dict[str, JsonValue]
+_SHARED = ("trainer.dtype", "trainer.device", "trainer.threads", "lora.publish")
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 
 
@@ -47,3 +51,50 @@ class LoraConfig(Section):
             rslora=self.rslora,
             targets=tuple(sorted(self.target_modules)),
         )
+
+
+class AdapterConfig(Section):
+    """One of several adapters that are trained over one base, each with a task, data order, clock, buffer, books,
+    optimizer and history of its own. Options given here stand in place of the run's, key by key. Everything else is the
+    run's: model, seed, engine, sync, checkpoints, trackers."""
+
+    task: _Table = Field(default_factory=dict)
+    """Options of `[task]`. With another `kind` nothing of the run's `[task.options]` is kept."""
+    rollout: _Table = Field(default_factory=dict)
+    """Options of `[rollout]`."""
+    staleness: _Table = Field(default_factory=dict)
+    """Options of `[staleness]`."""
+    trainer: _Table = Field(default_factory=dict)
+    """Options of `[trainer]`, all but `dtype`, `device` and `threads`."""
+    objective: _Table = Field(default_factory=dict)
+    """Options of `[objective]`."""
+    distillation: _Table = Field(default_factory=dict)
+    """Options of `[distillation]`."""
+    lora: _Table = Field(default_factory=dict)
+    """Options of `[lora]`, all but `publish`."""
+    warm_start: _Table = Field(default_factory=dict)
+    """Options of `[warm_start]`."""
+    evaluation: _Table = Field(default_factory=dict)
+    """Options of `[evaluation]`."""
+
+    @model_validator(mode="after")
+    def _check_own(self) -> Self:
+        own = [f"trainer.{option}" for option in self.trainer] + [f"lora.{option}" for option in self.lora]
+        for option in own:
+            if option in _SHARED:
+                raise ValueError(f"{option} is the same for all adapters over one base; set it for the run")
+        return self
+
+    def over(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """The plain values of a run with these in their places."""
+        return _merged(tree, self.model_dump(exclude_unset=True))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = dict(below)
+    if above.get("kind", below.get("kind")) != below.get("kind"):
+        merged.pop("options", None)
+    for key, value in above.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return merged

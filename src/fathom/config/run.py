@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 from fathom.config.agent import LimitsConfig
 from fathom.config.distillation import DistillationConfig
 from fathom.config.families import EngineKind, FabricKind, LoraPublish, OnStale, Tracker, TransportKind
-from fathom.config.lora import LoraConfig
+from fathom.config.lora import AdapterConfig, AdapterName, LoraConfig
 from fathom.config.objective import ObjectiveConfig, check_run
 from fathom.config.rollout import EngineConfig, RolloutConfig
 from fathom.config.section import Section
@@ -117,6 +117,8 @@ class RunConfig(Section):
     """Weights on the move."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the whole model. None: the whole model."""
+    adapters: dict[AdapterName, AdapterConfig] = Field(default_factory=dict)
+    """Several adapters over one base, as `[adapters.NAME]`. Empty: one is trained, or the whole model."""
     warm_start: WarmStartConfig | None = None
     """Supervised phase before RL. None: none."""
     evaluation: EvalConfig | None = None

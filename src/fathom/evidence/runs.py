@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fathom.core.errors import ConfigError, LedgerError
@@ -15,6 +15,7 @@ from fathom.evidence.run_state import RunPhase, RunState, state_of
 from fathom.ledger.events import IncarnationOpened
 from fathom.ledger.reader import LedgerReader
 
+_ADAPTERS = "adapters"
 _STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
@@ -48,15 +49,31 @@ def tokenizer_of(run: Path) -> Path | None:
     return run / "tokenizer" if (run / "tokenizer" / "tokenizer.json").is_file() else None
 
 
+def adapters_of(run: Path) -> dict[str, Path]:
+    """Folders of a run's adapters by their names, each that of a run. Empty: the run is one by itself."""
+    return {path.parent.name: path.parent for path in sorted((run / _ADAPTERS).glob("*/config.json"))}
+
+
 def list_runs(runs_dir: Path) -> list[RunListing]:
-    """All runs in a folder, newest first."""
-    return sorted(
+    """All runs in a folder, newest first; each adapter of a run of several by itself, after the run."""
+    runs = sorted(
         (describe_run(path) for path in _folders(runs_dir)), key=lambda run: run.started_s or 0.0, reverse=True
     )
+    return [listing for run in runs for listing in (run, *_adapters(run))]
+
+
+def _adapters(run: RunListing) -> list[RunListing]:
+    listings = {name: describe_run(path) for name, path in adapters_of(Path(run.path)).items()}
+    return [replace(listing, name=f"{run.name}/{name}") for name, listing in listings.items()]
 
 
 def describe_run(path: Path) -> RunListing:
-    """How the run in a folder stands. Never fails: a ledger that cannot be read is a state too."""
+    """How the run in a folder stands. Never fails: a ledger that cannot be read is a state too.
+
+    A run of several adapters stands as all of them together.
+    """
+    if adapters := adapters_of(path):
+        return _together(path, [describe_run(each) for each in adapters.values()])
     state, opened = RunState(phase=RunPhase.EMPTY, reason="", step=0, reward_mean=None), None
     fault = ""
     try:
@@ -78,6 +95,21 @@ def describe_run(path: Path) -> RunListing:
 
 
 def find_run(run: str, runs_dir: Path) -> Path:
+    """The run that a person means, with a ledger of its own: see `find_folder`; an adapter of one is `RUN/NAME`.
+
+    Raises:
+        ConfigError: there is none, or several adapters are meant; the message names the nearest, or all of them.
+    """
+    folder = find_folder(run, runs_dir)
+    if adapters := adapters_of(folder):
+        raise ConfigError(
+            f"{folder.name} trained several adapters, each with a history of its own; name one of "
+            f"{', '.join(f'{run}/{name}' for name in adapters)}"
+        )
+    return folder
+
+
+def find_folder(run: str, runs_dir: Path) -> Path:
     """The run that a person means: a folder, a folder's name in `runs_dir`, or a run's name (its newest folder).
 
     Raises:
@@ -85,6 +117,9 @@ def find_run(run: str, runs_dir: Path) -> Path:
     """
     if (Path(run) / "config.json").is_file():
         return Path(run)
+    of, separator, name = run.rpartition("/")
+    if separator and "/" not in of and name in (adapters := adapters_of(find_folder(of, runs_dir))):
+        return adapters[name]
     folders = _folders(runs_dir)
     matching = [folder for folder in folders if run in (folder.name, _STAMP.sub("", folder.name))]
     if matching:
@@ -106,6 +141,23 @@ def require_running(path: Path) -> None:
     """Raise ConfigError unless a process runs the run in this folder."""
     if not is_running(path):
         raise ConfigError(f"{path.name} is not running; start it again with: fathom resume {path}")
+
+
+def _together(path: Path, adapters: list[RunListing]) -> RunListing:
+    """Of several adapters: steps are summed, and what has not ended for one has not ended."""
+    states = {listing.state for listing in adapters}
+    going = "stopped" if any(listing.step for listing in adapters) else "empty"
+    state = "running" if is_running(path) else states.pop() if len(states) == 1 else going
+    planned = [listing.steps for listing in adapters if listing.steps is not None]
+    return RunListing(
+        name=path.name,
+        path=str(path),
+        state=state,
+        step=sum(listing.step for listing in adapters),
+        steps=sum(planned) if len(planned) == len(adapters) else None,
+        reward_mean=None,
+        started_s=min((listing.started_s for listing in adapters if listing.started_s is not None), default=None),
+    )
 
 
 def _folders(runs_dir: Path) -> list[Path]:

@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 @final
 class Learner:
-    """Owns the thread in which everything of the trainer runs, one call at a time."""
+    """The thread in which everything of the trainer runs, one call at a time."""
 
     def __init__(
-        self, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor, *, merges: bool
+        self, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor, *, merges: bool, alone: bool
     ) -> None:
-        """`thread` is a pool of one; see `start`."""
+        """`thread` is a pool of one; see `start` and `beside`."""
+        self._alone = alone
         self._merges = merges
         self._outgoing: tuple[int, Outgoing] | None = None
         self._trainer = trainer
@@ -54,7 +55,12 @@ class Learner:
         except BaseException:
             thread.shutdown(wait=False, cancel_futures=True)
             raise
-        return cls(trainer, backend, stop, thread, merges=merges)
+        return cls(trainer, backend, stop, thread, merges=merges, alone=True)
+
+    @classmethod
+    def beside(cls, trainer: Trainer, backend: Backend, stop: Stop, thread: ThreadPoolExecutor) -> Self:
+        """One of several whose calls take turns in `thread`, where they were loaded, and which stays when this ends."""
+        return cls(trainer, backend, stop, thread, merges=False, alone=False)
 
     @property
     def version(self) -> int:
@@ -125,8 +131,9 @@ class Learner:
         return self._outgoing[1]
 
     def close(self) -> None:
-        """Let the thread end after the forward it is in."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the thread end after the forward it is in; one that others use goes on."""
+        if self._alone:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

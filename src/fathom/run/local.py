@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fathom.core.records.demonstration import Demonstration
 from fathom.envs.agents.processes import AgentProcesses
 from fathom.ledger.events import RunEnded, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
+from fathom.model.language_model import LanguageModel
 from fathom.rollout.agent_episode import AgentEpisodeRunner
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.registry import LAUNCHERS, Launcher
@@ -58,6 +60,18 @@ from fathom.trainer.backends.torch_backend import TorchBackend
 from fathom.trainer.loop.trainer import Trainer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a run has in common with others that train adapters over the same base."""
+
+    model_folder: Path
+    """The base."""
+    learner: Learner
+    """Trains this run's adapter."""
+    launcher: Launcher
+    """Gives out this run's engines."""
+
+
 async def drive(
     resolved: Resolved,
     folder: RunFolder,
@@ -65,10 +79,11 @@ async def drive(
     stop: Stop,
     observers: tuple[Observer, ...],
     launcher: Launcher | None = None,
+    shared: Shared | None = None,
 ) -> str:
     """Open an incarnation of the run in `folder`, go on from its newest checkpoint or from the start, run to the end.
 
-    `launcher` starts engines in place of the one that `engine.kind` names.
+    `launcher` starts engines in place of the one that `engine.kind` names. `shared`: None, the run is alone.
 
     Returns how it ended: `steps`, `data` or `stopped`. An error is recorded and raised.
 
@@ -91,7 +106,7 @@ async def drive(
     sinks = [SINKS[tracker] for tracker in config.trackers]
     feeds = [TrackerFeed(folder.ledger, partial(sink, folder.path, recorder.incarnation)) for sink in sinks]
     try:
-        reason = await _run(resolved, folder, players, stop, recorder, checkpoints, newest, launcher)
+        reason = await _run(resolved, folder, players, stop, recorder, checkpoints, newest, launcher, shared)
     except BaseException as error:
         recorder.record(RunEnded(reason=f"{type(error).__name__}: {error}", step=checkpoints.newest_step))
         raise
@@ -113,11 +128,17 @@ async def _run(
     checkpoints: Checkpoints,
     newest: tuple[LoopState, Path] | None,
     launcher: Launcher | None,
+    shared: Shared | None,
 ) -> str:
     config = resolved.config
-    model_folder = starting_weights(resolved.model, config.model.tiny, config.seed, folder)
-    learner = await Learner.start(partial(_load_trainer, config, model_folder), stop, merges=merges(config))
-    fleet = _fleet(config, folder, model_folder, recorder, launcher)
+    if shared is None:
+        model_folder = starting_weights(resolved.model, config.model.tiny, config.seed, folder)
+        learner = await Learner.start(partial(load_trainer, config, model_folder), stop, merges=merges(config))
+        fleet = _fleet(config, folder, model_folder, recorder, launcher)
+    else:
+        model_folder, learner = shared.model_folder, shared.learner
+        folder.keep_tokenizer(model_folder)
+        fleet = _fleet(config, folder, model_folder, recorder, shared.launcher)
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
@@ -271,9 +292,12 @@ async def _demonstrations(resolved: Resolved, players: Players, count: int, reco
     ]
 
 
-def _load_trainer(config: RunConfig, model_folder: Path) -> tuple[Trainer, TorchBackend]:
+def load_trainer(
+    config: RunConfig, model_folder: Path, model: LanguageModel | None = None
+) -> tuple[Trainer, TorchBackend]:
+    """The trainer of a run. `model`: the base in memory, to be adapted; None: it is loaded. Raises ConfigError."""
     start = adapter_start(config.lora, config.name, config.seed, config.model.path)
-    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned, adapter=start)
+    backend = TorchBackend(model_folder, config.trainer, aligned=config.model.aligned, adapter=start, model=model)
     return Trainer(backend, config.trainer, config.objective, config.staleness, config.distillation), backend
 
 

@@ -89,6 +89,11 @@ def resolve(config: RunConfig, environment: AnyEnvironment | None = None) -> Res
     Raises:
         ConfigError: the run cannot start; the message says what to change.
     """
+    if config.adapters:
+        raise ConfigError(
+            "[adapters] trains several adapters, each a run of its own over one base: start it with fathom train, or "
+            "with fathom.AdaptersRun in Python"
+        )
     model = StartingModel.of(config.model)
     _check_model(config, model)
     check_lora(config.lora, config.name, model, config.engine)

@@ -86,8 +86,7 @@ class Run:
             ConfigError: the machine refuses something after all; a fresh run leaves no folder then.
             FathomError: a component died; what was reported until then is kept, and `resume` goes on from there.
         """
-        _require_importable_main()
-        _require_no_loop()
+        require_startable()
         folder = self._folder or RunFolder.create(self.resolved.config)
         folder.lock()
         try:
@@ -114,6 +113,12 @@ class Run:
         finally:
             await players.close()
         return RunResult(folder=folder.path, reason=reason, exit_code=stop.exit_code)
+
+
+def require_startable() -> None:
+    """Raise ConfigError where no run can be started: within an event loop, or by a main module that is no file."""
+    _require_importable_main()
+    _require_no_loop()
 
 
 def _require_no_loop() -> None:

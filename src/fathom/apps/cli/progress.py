@@ -44,10 +44,14 @@ _Line = str | tuple[str, str]
 class Progress:
     """Shows events as they are recorded: a live panel on a terminal, a line per step elsewhere."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int, *, of: str = "") -> None:
+        """`of`: the adapter whose events they are, where others are shown, too: lines with its name, no panel."""
         self._console = console
+        self._of = of
         self._total = total_steps
-        self._live = Live(console=console, refresh_per_second=_REFRESH_PER_S) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=_REFRESH_PER_S) if console.is_terminal and not of else None
+        )
         self._began = time.monotonic()
         self._rewards: deque[float] = deque(maxlen=_HISTORY)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
@@ -74,7 +78,8 @@ class Progress:
         if self._live is not None:
             self._live.update(self._panel())
         if line:
-            self._console.print(Text.assemble(line), highlight=False)
+            named = (f"{self._of}: ", line) if self._of else (line,)
+            self._console.print(Text.assemble(*named), highlight=False)
 
     def _take(self, event: Event) -> _Line:
         """Remember what the panel shows; returns a line to print above it, or nothing."""

@@ -35,6 +35,7 @@ class RunFolder:
         self.model = path / "model"
         self.tokenizer = path / "tokenizer"
         self.trained = path / "trained"
+        self.adapters = path / "adapters"
         self._lock: int | None = None
 
     @classmethod
@@ -55,9 +56,7 @@ class RunFolder:
             except OSError as error:
                 raise ConfigError(f"runs_dir {config.runs_dir!r} cannot be written ({error}); set another") from None
             folder = cls(path)
-            for part in (folder.ledger, folder.checkpoints, folder.logs):
-                part.mkdir()
-            folder.config_file.write_text(config.model_dump_json(indent=2, exclude_unset=True), encoding="utf-8")
+            folder._furnish(config)
             folder.lock()
             return folder
         raise ConfigError(f"no free folder name like {base}; remove old runs or choose another name")
@@ -70,6 +69,29 @@ class RunFolder:
             raise ConfigError(f"{path} is not a run's folder (no config.json in it)")
         folder.lock()
         return folder
+
+    def of_adapter(self, name: str, config: RunConfig) -> RunFolder:
+        """The folder of one of the run's adapters, made if there is none, locked: that of a run by itself.
+
+        Its config becomes what the run's own says of it.
+
+        Raises:
+            ConfigError: it is in use, or cannot be written.
+        """
+        folder = RunFolder(self.adapters / name)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+            folder._furnish(config)
+        except OSError as error:
+            folder.unlock()
+            raise ConfigError(f"{folder.path} cannot be written ({error}); make it writable, or start anew") from None
+        return folder
+
+    def _furnish(self, config: RootConfig) -> None:
+        for part in (self.ledger, self.checkpoints, self.logs):
+            part.mkdir(exist_ok=True)
+        self.config_file.write_text(config.model_dump_json(indent=2, exclude_unset=True), encoding="utf-8")
 
     def config(self) -> RunConfig:
         """The config the run was started with, or what a person made of it since. Raises ConfigError."""
@@ -105,7 +127,7 @@ class RunFolder:
 
     def remove_if_unused(self) -> None:
         """Remove the folder of a run that never came to its history: nothing in it is of use."""
-        if not self.has_history:
+        if not any(each.has_history for each in (self, *map(RunFolder, self.adapters.glob("*")))):
             shutil.rmtree(self.path)
 
     @property

@@ -35,7 +35,8 @@ from fathom.trainer.backends.schedule import learning_rate
 from fathom.trainer.backends.state import MODEL_FOLDER, TrainerState, copy_into, read_state, write_state
 from fathom.trainer.objective.outputs import TokenOutputs
 
-_DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+"""What each is to torch."""
 
 
 @final
@@ -43,17 +44,24 @@ class TorchBackend:
     """See `port.Backend`. The same inputs on the same machine class and thread count give the same bits."""
 
     def __init__(
-        self, model_folder: Path, config: TrainerConfig, *, aligned: bool = False, adapter: AdapterStart | None = None
+        self,
+        model_folder: Path,
+        config: TrainerConfig,
+        *,
+        aligned: bool = False,
+        adapter: AdapterStart | None = None,
+        model: LanguageModel | None = None,
     ) -> None:
         """Load a Hugging Face folder in `config.dtype` on `config.device`, and begin the RL phase.
 
         Sets the process's number of torch threads. `adapter`: train that alone; None: the whole model.
+        `model`: loaded so before, whose base others use, too; None: load it.
 
         Raises ConfigError when the model cannot be loaded, or cannot be `aligned` here; see also `adopt`.
         """
         torch.set_num_threads(config.threads)
-        self._dtype = _DTYPES[config.dtype]
-        self._model = LanguageModel.load(model_folder, self._dtype, config.device)
+        self._dtype = TORCH_DTYPES[config.dtype]
+        self._model = model or LanguageModel.load(model_folder, self._dtype, config.device)
         self._folder = model_folder
         self._share_prefixes = config.share_prefixes
         self._merged: MergedWeights | None = None

@@ -151,8 +151,8 @@ class EngineConfigLine(msgspec.Struct, frozen=True, tag="engine_config.2"):
     max_context_tokens: int
     """Longest sequence, prompt and sampled."""
     adapters: tuple[AdapterForm, ...]
-    """Compute with adapters of these forms beside the folder's weights; a version is that alone. Several are engines of
-    their own, each below the path `/adapters/NAME`. Empty: a version is the whole model."""
+    """Compute with adapters of these forms beside the folder's weights; a version is that alone. Each is an engine of
+    its own below the path `/adapters/NAME`; a single one is at the root, too. Empty: a version is the whole model."""
     aligned: bool
     """Compute in aligned mode (`model/aligned.py`)."""
     speculation: Speculation

@@ -72,8 +72,8 @@ class EngineServer:
             for each in loaded
         ]
         apis = [EngineApi(scheduler, engine, config.threads) for scheduler in self._schedulers]
-        paths = [adapter_path(form.name) for form in config.adapters] if len(apis) > 1 else [""]
-        self._app = application(dict(zip(paths, apis, strict=True)), config.token)
+        places = {adapter_path(form.name): api for form, api in zip(config.adapters, apis, strict=False)}
+        self._app = application(places | ({"": apis[0]} if len(apis) == 1 else {}), config.token)
 
     def serve(self, listener: socket.socket) -> None:
         """Answer HTTP in a second thread, decode in this one. Never returns."""

@@ -1,0 +1,1 @@
+"""Several adapters trained in one run over one base."""
