@@ -95,7 +95,7 @@ def describe_run(path: Path) -> RunListing:
 
 
 def find_run(run: str, runs_dir: Path) -> Path:
-    """The run that a person means, with a ledger of its own: see `find_folder`; an adapter of one is `RUN/NAME`.
+    """The run that a person means, with a ledger of its own; see `find_folder`.
 
     Raises:
         ConfigError: there is none, or several adapters are meant; the message names the nearest, or all of them.
@@ -112,13 +112,16 @@ def find_run(run: str, runs_dir: Path) -> Path:
 def find_folder(run: str, runs_dir: Path) -> Path:
     """The run that a person means: a folder, a folder's name in `runs_dir`, or a run's name (its newest folder).
 
+    An adapter of a run of several is named `RUN/NAME`.
+
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
     if (Path(run) / "config.json").is_file():
         return Path(run)
-    of, separator, name = run.rpartition("/")
-    if separator and "/" not in of and name in (adapters := adapters_of(find_folder(of, runs_dir))):
+    of, _, name = run.rpartition("/")
+    named = bool(of) and ("/" not in of or (Path(of) / "config.json").is_file())
+    if named and name in (adapters := adapters_of(find_folder(of, runs_dir))):
         return adapters[name]
     folders = _folders(runs_dir)
     matching = [folder for folder in folders if run in (folder.name, _STAMP.sub("", folder.name))]
