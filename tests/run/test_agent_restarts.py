@@ -85,6 +85,16 @@ def newest(folder: Path, count: int, seen: set[Path], within_s: float = 120.0) -
     return found
 
 
+def let_it_end(run: Path, after_steps: int) -> None:
+    """Resumed, it takes so many steps more."""
+    with LedgerReader(run / "ledger") as reader:
+        taken = len(reader.events(StepTaken))
+    path = run / "config.json"
+    described = json.loads(path.read_text())
+    described["trainer"]["steps"] = taken + after_steps
+    path.write_text(json.dumps(described))
+
+
 def ask(endpoint: Endpoint, key: str) -> httpx.Response:
     body = {"model": endpoint.model, "messages": [{"role": "user", "content": "hello"}]}
     headers = {"authorization": f"Bearer {key}"}
@@ -130,14 +140,14 @@ def test_a_killed_run_goes_on_and_tells_old_keys_so(tmp_path: Path, model: Path)
     """`kill -9` of the run alone, in the middle of episodes: nothing that it had started is left."""
     left = tmp_path / "endpoints"
     left.mkdir()
-    config = config_of(
-        tmp_path, model, f'task.options={{endpoints="{left}"}}', "engine.kind=scripted", "rollout.max_in_flight=8"
-    )
+    options = f'task.options={{endpoints="{left}"}}', "rollout.max_in_flight=8", "trainer.steps=100000"
+    config = config_of(tmp_path, model, "engine.kind=scripted", *options)
     first = RunProcess(config)
     run = first.wait_for(StepTaken, within_s=180.0)
     newest(left, 1, set(left.glob("*.json")))  # somebody acts
     first.signal(signal.SIGKILL)
     assert first.wait(within_s=60.0, gone_s=60.0) == -signal.SIGKILL
+    let_it_end(run, after_steps=8)
     seen = set(left.glob("*.json"))
     old = msgspec.json.decode(max(seen).read_bytes(), type=Endpoint)
 
