@@ -41,6 +41,17 @@ def test_instances_follow_from_the_seed_and_held_out_ones_are_never_trained_on()
         draw(0, 10, 8000)  # every way to rename is held out
 
 
+def test_families_can_be_chosen_and_folders_sorted_by_name_mix_them(tmp_path: Path) -> None:
+    asked = ["generate", "--seed", "1", "--count", "6", "--held-out", "2", "--out", str(tmp_path / "g")]
+    done = CliRunner().invoke(tasks, [*asked, "--family", "find", "--family", "count"])
+    assert done.exit_code == 0, done.output
+    families = [folder.name.partition("-")[2] for folder in task_folders([tmp_path / "g" / "train"])]
+    assert families == ["find", "count"] * 3
+    assert len({one.family for one in draw(1, 60, 0)[0][: len(FAMILIES)]}) == len(FAMILIES)
+    with pytest.raises(ConfigError, match="no family 'dance' of tasks; choose from write, append"):
+        write_tasks(tmp_path / "h", seed=1, count=1, held_out=0, families=["dance"])
+
+
 @needs_bwrap
 def test_a_sample_of_each_family_is_admitted_and_its_script_solves_it(tmp_path: Path) -> None:
     write_tasks(tmp_path / "g", seed=1, count=len(FAMILIES), held_out=2)

@@ -15,6 +15,7 @@ from fathom.core.ports.agent import Acting, AgentEnvironment, Endpoint, Played, 
 from fathom.core.ports.environment import GroupGrade, GroupMember, Task
 from fathom.core.records.trajectory import Graded, Reward, Ungraded
 from fathom.core.wire import FrameReader, frame
+from fathom.envs.agents.http import load_http
 from fathom.envs.agents.phases import Act, Boot, Close, Compare, Grade, Phase, PhaseEnded, PhaseTime
 from fathom.envs.agents.worker import serve
 from fathom.envs.nursery import Nursery
@@ -48,7 +49,9 @@ class AgentProcesses:
             memory_bytes: private memory that a process of an episode may have.
             start_timeout_s: deadline of `start`.
         """
-        self._nursery = Nursery(environment, serve, memory_bytes=memory_bytes, start_timeout_s=start_timeout_s)
+        self._nursery = Nursery(
+            environment, serve, memory_bytes=memory_bytes, start_timeout_s=start_timeout_s, warm=load_http
+        )
         self._limits = limits
 
     async def __aenter__(self) -> Self:

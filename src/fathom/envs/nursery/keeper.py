@@ -12,6 +12,7 @@ ends all of them; when the keeper dies, the kernel kills the workers, whatever t
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import resource
@@ -32,6 +33,8 @@ ORDER = struct.Struct("!?Q")
 worker and all it started are gone."""
 Serve = Callable[[Any, socket.socket], None]
 """What a worker does with the environment and its socket, until it is killed or the socket is closed."""
+Warm = Callable[[], None]
+"""Loads what every worker would otherwise load for itself."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,7 +42,9 @@ _DETAIL_CHARS = 2000
 _LOOK_S = 2.0
 
 
-def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int, serve: Serve) -> None:
+def keep(
+    control: socket.socket, payload: bytes, parent: int, memory_bytes: int, serve: Serve, warm: Warm | None
+) -> None:
     """Run until `control` is closed, or the run has died.
 
     Says `READY` on `control` once the environment is there, or the reason why it is not. Then it takes orders.
@@ -50,6 +55,7 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int,
         parent: the run's process id.
         memory_bytes: private memory that a worker may have, and each process that it starts.
         serve: what workers do.
+        warm: done once, before the first worker. None: nothing is to be done.
     """
     _die_with(parent)
     _adopt_orphans()
@@ -57,6 +63,8 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int,
         signal.signal(request_to_stop, signal.SIG_IGN)
     try:
         environment: Any = pickle.loads(payload)
+        if warm is not None:
+            warm()
     except Exception as error:  # noqa: BLE001  # user code may fail in any way; the run turns the text into an error
         control.sendall(describe(error).encode(errors="replace"))
         return
@@ -66,6 +74,8 @@ def keep(control: socket.socket, payload: bytes, parent: int, memory_bytes: int,
     except BrokenPipeError:  # the run gave up while this started
         return
     _outlive()
+    gc.collect()
+    gc.freeze()  # a worker that collects would copy every page of what it shares with this process
     workers: dict[int, int] = {}
     while (order := _next_order(control, parent)) is not None:
         begins, number, line = order
@@ -150,6 +160,8 @@ def _children() -> set[int]:
     me, found = os.getpid(), set[int]()
     if sys.platform != "linux":
         return found
+    with suppress(FileNotFoundError):  # a kernel without it: look at every process
+        return {int(child) for child in Path(f"/proc/self/task/{me}/children").read_text().split()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):

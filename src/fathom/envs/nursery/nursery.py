@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, final
 
 from fathom.core.errors import ConfigError, GraderDeadError
-from fathom.envs.nursery.keeper import ORDER, READY, Serve, keep
+from fathom.envs.nursery.keeper import ORDER, READY, Serve, Warm, keep
 
 _READ_BYTES = 1 << 16
 _CLOSE_S = 5.0
@@ -28,7 +28,9 @@ class Nursery:
     A worker that ends by itself, or is killed, is noticed on its socket; it stays known until `end`.
     """
 
-    def __init__(self, environment: Any, serve: Serve, *, memory_bytes: int, start_timeout_s: float) -> None:
+    def __init__(
+        self, environment: Any, serve: Serve, *, memory_bytes: int, start_timeout_s: float, warm: Warm | None = None
+    ) -> None:
         """Nothing starts yet.
 
         Args:
@@ -36,9 +38,11 @@ class Nursery:
             serve: what workers do with it; a function of a module.
             memory_bytes: private memory that a process may have.
             start_timeout_s: deadline of `start`.
+            warm: done once, before the first worker; a function of a module. None: nothing is to be done.
         """
         self._environment = environment
         self._serve = serve
+        self._warm = warm
         self._memory_bytes = memory_bytes
         self._start_timeout_s = start_timeout_s
         self._control: socket.socket | None = None
@@ -68,7 +72,7 @@ class Nursery:
         with theirs:
             self._process = multiprocessing.get_context("spawn").Process(
                 target=keep,
-                args=(theirs, payload, os.getpid(), self._memory_bytes, self._serve),
+                args=(theirs, payload, os.getpid(), self._memory_bytes, self._serve, self._warm),
                 name="fathom-graders",
                 daemon=True,
             )

@@ -21,7 +21,10 @@ import struct
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing would take longer than making the sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 FRAME = struct.Struct("!II")
 """Length of a JSON header, length of the bytes behind it."""

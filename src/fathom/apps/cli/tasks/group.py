@@ -30,6 +30,9 @@ ProviderOptions = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="which tasks are drawn")]
 Count = Annotated[int, typer.Option("--count", min=1, help="training tasks")]
 HeldOut = Annotated[int, typer.Option("--held-out", min=0, help="held-out tasks; they do not depend on --count")]
+Families = Annotated[
+    list[str] | None, typer.Option("--family", metavar="NAME", help="a kind of tasks; may be repeated; all by default")
+]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="a new folder")]
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="a task family that can show good answers, e.g. arithmetic")]
 Options = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the family's options")]
@@ -60,9 +63,9 @@ def check(folders: Folders, provider: ProviderName = LOCAL, provider_option: Pro
 
 
 @tasks.command()
-def generate(seed: Seed, count: Count, out: Out, held_out: HeldOut = 20) -> None:
+def generate(seed: Seed, count: Count, out: Out, held_out: HeldOut = 20, family: Families = None) -> None:
     """Write small terminal tasks made from a seed: DIR/train and, with other tasks, DIR/eval."""
-    write_tasks(out, seed, count, held_out)
+    write_tasks(out, seed, count, held_out, family or ())
     Console(soft_wrap=True).print(f"{count} tasks in {out / 'train'}, {held_out} in {out / 'eval'}", highlight=False)
 
 

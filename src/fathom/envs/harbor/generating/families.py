@@ -181,16 +181,18 @@ def remove_file(random: Random) -> Instance:
     )
 
 
-FAMILIES: tuple[Callable[[Random], Instance], ...] = (
-    write_number,
-    append_number,
-    count_lines,
-    add_numbers,
-    largest_number,
-    replace_number,
-    rename_file,
-    move_file,
-    find_file,
-    remove_file,
-)
-"""All of them; instances are drawn from each in turn."""
+Family = Callable[[Random], Instance]
+"""Draws an instance."""
+FAMILIES: dict[str, Family] = {
+    "write": write_number,
+    "append": append_number,
+    "count": count_lines,
+    "add": add_numbers,
+    "largest": largest_number,
+    "replace": replace_number,
+    "rename": rename_file,
+    "move": move_file,
+    "find": find_file,
+    "remove": remove_file,
+}
+"""All of them, by the name that their instances bear."""

@@ -29,36 +29,41 @@ storage_mb = 16
 """
 _DOCKERFILE = "FROM debian:12\nWORKDIR /app\nCOPY files /app\n"
 _TEST = """\
-#!/bin/sh
+#!/bin/bash
 # The reward is 1 if /app holds exactly the files in /tests/want, with that content (an end of line more or less is
 # the same), else 0.
-list() { cd "$1" && find . ! -type d | sort; }
+shopt -s globstar dotglob nullglob
+list() { cd "$1" && for path in **; do [ -d "$path" ] && [ ! -h "$path" ] || echo "$path"; done; }
+want=$(list /tests/want)
 reward=1
-[ "$(list /app)" = "$(list /tests/want)" ] || reward=0
-for file in $(list /tests/want); do
+[ "$(list /app)" = "$want" ] || reward=0
+for file in $want; do
     [ -f "/app/$file" ] && [ ! -h "/app/$file" ] || { reward=0; continue; }
-    [ "$(cat "/app/$file")" = "$(cat "/tests/want/$file")" ] || reward=0
+    [ "$(<"/app/$file")" = "$(<"/tests/want/$file")" ] || reward=0
 done
 echo $reward > /logs/verifier/reward.txt
 """
 
 
-def write_tasks(folder: Path, seed: int, count: int, held_out: int) -> None:
+def write_tasks(folder: Path, seed: int, count: int, held_out: int, families: Sequence[str] = ()) -> None:
     """Write `count` training tasks to `folder/train` and `held_out` others to `folder/eval`.
 
+    They are called after their number, so that the first of them, in order of their names, are of all families.
+
     Raises:
-        DataError: `folder` has something in it. ConfigError: so many different tasks cannot be drawn.
+        DataError: `folder` has something in it. ConfigError: so many different tasks cannot be drawn, or not of
+            these families.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} is not empty; name a new folder")
-    train, held = draw(seed, count, held_out)
+    train, held = draw(seed, count, held_out, families)
     _write_all(folder / "eval", held, 0)
     _write_all(folder / "train", train, held_out)
 
 
 def _write_all(parent: Path, instances: Sequence[Instance], first: int) -> None:
     for number, instance in enumerate(instances, start=first):
-        _write(parent / f"{instance.family}-{number:04d}", instance)
+        _write(parent / f"{number:04d}-{instance.family}", instance)
 
 
 def _write(folder: Path, instance: Instance) -> None:
