@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from agent_world import AgentWorld, causes
 from judged_talks import JudgedTalkOptions, JudgedTalks
+from small_runs import require_sound
+from talks import TEMPLATE
 
+from fathom import Run
+from fathom.config.load import parse_config
+from fathom.core.errors import NoProgressError
 from fathom.core.records.trajectory import Graded, Trajectory, TrajectoryStatus, Ungraded
 from fathom.envs.judging import JudgeOptions
 from fathom.envs.judging.scripted_judge import JudgeCall, JudgeReply, ScriptedJudge
+from fathom.evidence.report.summary import summarise
+from fathom.ledger.reader import LedgerReader
+from fathom.model.tiny import make_tiny
+from fathom.text.characters import save_character_tokenizer
 
 
 def judge(call: JudgeCall) -> JudgeReply:
@@ -64,3 +74,36 @@ def test_episodes_share_the_budget_of_the_judge_and_the_rest_is_ungraded_by_name
     for each in group:
         if isinstance(each.header.reward, Ungraded):
             assert each.header.reward.detail == "all 2 calls of the judge are used up; raise max_calls"
+
+
+def test_a_run_whose_judge_has_spent_its_budget_ends_and_the_cause_is_counted(tmp_path: Path) -> None:
+    """Never with rewards of 0: groups without a reward run again, are given up, and nothing is left to train on."""
+    model = tmp_path / "model"
+    model.mkdir()
+    save_character_tokenizer(model)
+    described = model / "tokenizer_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"chat_template": TEMPLATE}))
+    make_tiny("arithmetic", 0, model)
+    with ScriptedJudge(JudgeReply(text="3")) as server:
+        asked = {"base_url": server.base_url, "model": "j", "lowest": 1, "highest": 5, "max_calls": 8}
+        table = {
+            "name": "judged",
+            "runs_dir": str(tmp_path / "runs"),
+            "model": {"path": str(model)},
+            "task": {"kind": "judged_talks:JudgedTalks", "options": {"judge": asked, "talk": {"turns": 1}}},
+            "rollout": {"group_size": 2, "max_in_flight": 8, "max_new_tokens": 8, "max_prompt_tokens": 120},
+            "engine": {"kind": "scripted"},
+            "trainer": {"steps": 1000, "groups_per_step": 1, "optimizer": {"lr": 1e-3}},
+        }
+        with pytest.raises(NoProgressError, match=r"ungraded|too_few_graded|attempts"):
+            Run(parse_config(table, "judged")).start()
+        assert len(server.calls) == 8
+    (folder,) = (tmp_path / "runs").iterdir()
+    require_sound(folder)
+    with LedgerReader(folder / "ledger") as reader:
+        rewards = [reader.trajectory(each.id).trajectory.header.reward for each in reader.trajectories()]
+        counted = dict(summarise(reader).ungraded)
+    graded = [reward for reward in rewards if isinstance(reward, Graded)]
+    assert len(graded) == 8
+    assert all(reward.components["judge"] == 0.5 for reward in graded)
+    assert counted["judge_budget"] == len(rewards) - 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.core.records.sampling import SamplingParams
@@ -81,6 +81,7 @@ def next_of(messages: list[object], new: list[object], how: str) -> list[object]
     return messages
 
 
+@settings(deadline=None)
 @given(steps=steps_of(CHAT))
 def test_chat_completions_are_read_as_if_nothing_was_known(steps) -> None:
     history, messages = History(Prefixes().settled), []
@@ -90,6 +91,7 @@ def test_chat_completions_are_read_as_if_nothing_was_known(steps) -> None:
         assert outcome(ChatCompletions(), asked, history) == outcome(ChatCompletions(), asked, None)
 
 
+@settings(deadline=None)
 @given(steps=steps_of(ITEMS), told=st.lists(st.sampled_from([None, "s", "t"]), min_size=8, max_size=8))
 def test_responses_are_read_as_if_nothing_was_known(steps, told) -> None:
     """Items of one answer may come in two requests: they are one message all the same."""
@@ -101,6 +103,7 @@ def test_responses_are_read_as_if_nothing_was_known(steps, told) -> None:
         assert outcome(Responses(), body("hi", "input"), history) == outcome(Responses(), body("hi", "input"), None)
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.lists(st.sampled_from(ANTHROPIC), max_size=3), st.sampled_from(["", "s", "t"])), max_size=6
