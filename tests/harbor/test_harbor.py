@@ -165,6 +165,35 @@ def test_what_a_task_file_asks_for_in_vain_is_named(tmp_path: Path, table: str, 
 
 
 @pytest.mark.parametrize(
+    ("table", "memory_mb", "storage_mb"),
+    [
+        ('memory = "2G"\nstorage = "10g"', 2048, 10240),
+        ('memory = "512M"', 512, None),
+        ('memory = "1.5G"\nmemory_mb = 1536\nstorage = "2048K"', 1536, 2),
+    ],
+)
+def test_sizes_are_read_as_the_older_schema_wrote_them(
+    tmp_path: Path, table: str, memory_mb: int, storage_mb: int | None
+) -> None:
+    folder = make_task(tmp_path, toml=TASK_TOML.replace("1.4", "1.0") + f"[environment]\n{table}\n")
+    environment = read_task(folder).file.environment
+    assert (environment.memory_mb, environment.storage_mb) == (memory_mb, storage_mb)
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ('memory = "much"', "environment.memory = 'much' is no size; write memory_mb"),
+        ('storage = "0G"', "environment.storage_mb"),
+        ('memory = "2G"\nmemory_mb = 2000', "environment.memory and environment.memory_mb contradict"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(tmp_path: Path, table: str, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        read_task(make_task(tmp_path, toml=f"{TASK_TOML}[environment]\n{table}\n"))
+
+
+@pytest.mark.parametrize(
     ("dockerfile", "line"),
     [
         (DOCKERFILE + "RUN apt-get update\n", "line 6: 'RUN apt-get update'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fathom.core.errors import ConfigError, DataError
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.ASCII)
+_MIB_OF = {"G": 1024, "M": 1, "K": 1 / 1024}
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 """Schemas that are read."""
 
@@ -119,6 +122,7 @@ def read_task_file(path: Path, *, local: bool = True) -> TaskFile:
         raise DataError(f"{path} cannot be read: {error}") from error
     if "version" in table:  # as schema 1.0 called it
         table["schema_version"] = table.pop("version")
+    _read_sizes(path, table.get("environment"))
     where = "the local sandbox" if local else "Fathom"
     for key in ("steps", "artifacts"):
         if table.pop(key, None):
@@ -134,6 +138,23 @@ def read_task_file(path: Path, *, local: bool = True) -> TaskFile:
     if asked:
         raise ConfigError(f"{path}: {'; '.join(asked)}: {where} cannot; run this task with Harbor itself")
     return found
+
+
+def _read_sizes(path: Path, environment: Any) -> None:
+    """Memory and storage as schema 1.0 wrote them: `memory = "2G"` is `memory_mb = 2048`."""
+    if not isinstance(environment, dict):
+        return
+    for word in ("memory", "storage"):
+        written: Any = environment.get(word)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if not isinstance(written, str):
+            continue  # not there, or not of the schema
+        size = _SIZE.fullmatch(written.strip().upper())
+        if size is None:
+            raise DataError(f"{path}: environment.{word} = {written!r} is no size; write {word}_mb")
+        size_mb = int(float(size[1]) * _MIB_OF[size[2]])
+        if environment.setdefault(f"{word}_mb", size_mb) != size_mb:  # pyright: ignore[reportUnknownMemberType]
+            raise DataError(f"{path}: environment.{word} and environment.{word}_mb contradict each other; keep one")
+        del environment[word]
 
 
 def _not_to_be_had(file: TaskFile, *, local: bool) -> list[str]:
