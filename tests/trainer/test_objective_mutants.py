@@ -219,7 +219,7 @@ def biased_std(rewards):
 def test_a_biased_standard_deviation_is_noticed():
     check_std(ADVANTAGES[Advantage.GRPO])
     killed(check_std, biased_std)
-    for other in (Advantage.DR_GRPO, Advantage.RLOO, Advantage.MAXRL):
+    for other in (Advantage.DR_GRPO, Advantage.RLOO, Advantage.MAXRL, Advantage.RAFT):
         killed(check_std, ADVANTAGES[other])
 
 

@@ -120,6 +120,7 @@ class Advantage(StrEnum):
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
     MAXRL = "maxrl"
+    RAFT = "raft"
 
 
 class Aggregation(StrEnum):

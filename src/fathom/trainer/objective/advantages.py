@@ -35,11 +35,17 @@ def maxrl(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - mean) / mean if mean > 0 else torch.zeros_like(rewards)
 
 
+def raft(rewards: torch.Tensor) -> torch.Tensor:
+    """1 for the members with the largest reward, 0 for all others: nothing is pushed down. RAFT++, arXiv 2504.11343."""
+    return (rewards == rewards.max()).to(rewards.dtype)
+
+
 ADVANTAGES: dict[Advantage, Callable[[torch.Tensor], torch.Tensor]] = {
     Advantage.GRPO: grpo,
     Advantage.DR_GRPO: dr_grpo,
     Advantage.RLOO: rloo,
     Advantage.MAXRL: maxrl,
+    Advantage.RAFT: raft,
 }
 """Each takes float64 [G] with at least two different rewards."""
 
