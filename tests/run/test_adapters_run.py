@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import DETERMINISTIC, digests, engine_below, incarnations, require_sound, small_config
+from small_runs import DETERMINISTIC, digests, engine_below, incarnations, require_sound, small_config, small_file
 
 from fathom import AdaptersRun, Run
+from fathom.apps.recipes import recipe
+from fathom.config.load import load_config
 from fathom.config.run import RunConfig
-from fathom.core.errors import ConfigError
-from fathom.ledger.events import EngineJoined, EngineRestored, Event, Published, StepTaken
+from fathom.core.errors import CheckpointError, ConfigError
+from fathom.ledger.events import EngineJoined, EngineRestored, Event, Published, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 from fathom.run.adapters.configs import configs_of
 
@@ -121,6 +126,82 @@ def test_the_death_of_their_process_is_survived_by_both(tmp_path: Path) -> None:
         require_sound(run)
         assert len(events(run, StepTaken)) == 8
         assert len(events(run, EngineRestored)) >= 1
+
+
+@pytest.mark.slow
+def test_when_one_fails_the_others_end_with_a_checkpoint(tmp_path: Path) -> None:
+    def spoil() -> None:
+        (folder,) = (tmp_path / "runs").glob("*/adapters/right/checkpoints")
+        shutil.rmtree(folder)
+        folder.touch()
+
+    options = (*TWO, "adapters.left.trainer.steps=200", "checkpoint.every_steps=2")
+    with pytest.raises(CheckpointError, match="adapters/right/checkpoints"):
+        AdaptersRun(small_config(tmp_path, *options)).start({"right": [_at_step(1, spoil)]})
+    (run,) = (tmp_path / "runs").iterdir()
+    left = run / "adapters" / "left"
+    require_sound(left)
+    (ended,) = events(left, RunEnded)
+    assert ended.reason == "stopped"
+    assert ended.step == len(events(left, StepTaken)) < 200
+    spoilt = run / "adapters" / "right" / "checkpoints"
+    spoilt.unlink()
+    spoilt.mkdir()
+    edited = (run / "config.json").read_text().replace('"steps": 200', f'"steps": {ended.step + 2}')
+    (run / "config.json").write_text(edited)
+    assert AdaptersRun.resume(run).start().reason == "steps"
+    for name, steps in (("left", ended.step + 2), ("right", 4)):
+        require_sound(run / "adapters" / name)
+        assert len(digests(run / "adapters" / name)) == steps
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_resume_by_the_command(tmp_path: Path) -> None:
+    options = (
+        *TWO[:2],
+        "adapters.left.lora.rank=2",
+        "adapters.right.trainer.groups_per_step=3",
+        "task.kind=arithmetic",
+    )
+    command = [sys.executable, "-c", "from fathom.apps.cli.main import main; main()"]
+    started = [*command, "train", str(small_file(tmp_path)), "runs_dir=runs", *options, "trainer.steps=50"]
+    with subprocess.Popen(started, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any(line.startswith("right: step 3/50") for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    (run,) = (tmp_path / "runs").iterdir()
+    (run / "config.json").write_text((run / "config.json").read_text().replace('"steps": 50', '"steps": 30'))
+    for line in (["resume", "small"], ["audit", "small"]):
+        done = subprocess.run([*command, *line], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+    for name in ("left", "right"):
+        assert len(digests(run / "adapters" / name)) == 30
+        assert incarnations(run / "adapters" / name) == 2
+
+
+def test_the_recipe_is_two_runs_over_one_base() -> None:
+    one, other = configs_of(load_config(recipe("adapters"))).values()
+    assert (one.name, other.name) == ("sums", "differences")
+    assert (one.task.options["operators"], other.task.options["operators"]) == (["+"], ["-"])
+    assert one.trainer.optimizer.lr != other.trainer.optimizer.lr
+    assert one.trainer.optimizer.warmup_steps == other.trainer.optimizer.warmup_steps
+    assert (one.model, one.seed, one.engine) == (other.model, other.seed, other.engine)
+
+
+def test_another_kind_of_task_takes_none_of_the_options_of_the_first(tmp_path: Path) -> None:
+    own = ("task.options.train=7", "adapters.right.task.kind=arithmetic", "adapters.right.task.options={num_train=9}")
+    given = [option for option in TWO if "task" not in option]
+    store = f'sync.chain.store="{tmp_path / "chain"}"'
+    left, right = configs_of(small_config(tmp_path, *given, *own, store)).values()
+    assert (left.task.options, right.task.options) == ({"train": 7}, {"num_train": 9})
+    assert (left.sync.chain.store, right.sync.chain.store) == tuple(
+        str(tmp_path / "chain" / name) for name in ("left", "right")
+    )
 
 
 @pytest.mark.parametrize(
