@@ -13,6 +13,27 @@ from fathom.core.errors import ConfigError
 from fathom.text.characters import save_character_tokenizer
 from synthetic.history import write_run
 
+SEVERAL = """
+name = "several"
+[model]
+tiny = "arithmetic"
+[lora]
+rank = 4
+[task]
+kind = "arithmetic"
+[adapters.left.task.options]
+operators = ["+"]
+[adapters.right.task.options]
+operators = ["-"]
+[rollout]
+group_size = 4
+max_in_flight = 16
+max_new_tokens = 4
+max_prompt_tokens = 24
+[trainer]
+steps = 2
+groups_per_step = 2
+"""
 RUN = "several-20250101-120000"
 
 
@@ -62,6 +83,21 @@ def test_audit_examines_each(runs_dir: Path) -> None:
     told = json.loads(call("audit", "several", "--runs-dir", runs_dir, "--json").output)
     assert set(told["adapters"]) == {"left", "right"}
     assert told["passed"] is (done.exit_code == 0)
+
+
+def test_a_dry_run_prints_the_config_of_each(tmp_path: Path) -> None:
+    file = tmp_path / "several.toml"
+    file.write_text(SEVERAL)
+    done = call("train", file, "--dry-run", "adapters.right.lora.rank=2")
+    assert done.exit_code == 0, done.output
+    assert "right: train an adapter of rank 2" in done.output
+    configs = json.loads(done.output[done.output.index("\n{") :])
+    assert {name: each["lora"]["rank"] for name, each in configs.items()} == {"left": 4, "right": 2}
+    assert {name: each["task"]["options"]["operators"] for name, each in configs.items()} == {
+        "left": ["+"],
+        "right": ["-"],
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["several.toml"]
 
 
 def test_what_is_of_one_history_asks_which(runs_dir: Path) -> None:

@@ -70,7 +70,7 @@ def _start_each(run: AdaptersRun, dry_run: bool) -> None:
     for line in describe_each(run.resolved):
         console.print(f"- {line}", highlight=False)
     if dry_run:
-        console.print_json(run.config.model_dump_json())
+        console.print_json(data={name: each.config.model_dump(mode="json") for name, each in run.resolved.items()})
         return
     steps = {name: each.config.trainer.steps for name, each in run.resolved.items()}
     result = run.start({name: [Progress(console, count, of=name)] for name, count in steps.items()})
