@@ -27,8 +27,8 @@ def draw_turns(panels: Sequence[Sequence[Axes]], in_flight: Sequence[tuple[float
     (flight, rate), (counts, tokens) = panels
     _flight(flight, in_flight)
     _hit_rate(rate, turns.steps)
-    _histogram(counts, turns.turns, "turns per trajectory", _BLUE)
-    _histogram(tokens, turns.sampled_tokens, "sampled tokens per trajectory", _ORANGE)
+    _histogram(counts, turns.turns, "turns", _BLUE)
+    _histogram(tokens, turns.sampled_tokens, "sampled tokens", _ORANGE)
 
 
 def _flight(axes: Axes, samples: Sequence[tuple[float, int]]) -> None:
@@ -63,5 +63,5 @@ def _histogram(axes: Axes, spread: Spread, title: str, colour: str) -> None:
     axes.set_title(f"{title}: median {spread.p50:,.0f}, 95 % up to {spread.p95:,.0f}")
     axes.set_axisbelow(True)
     axes.stairs(spread.counts, spread.edges, fill=True, color=colour)
-    axes.set_xlabel(title)
+    axes.set_xlabel(f"{title} of a trajectory")
     axes.set_ylabel("trajectories")
