@@ -59,7 +59,7 @@ def blocks(language: str, page: Path | None = None) -> list[Block]:
 
 def code_lines(page: Path) -> list[str]:
     """Everything on a page that may be a command: lines of shell blocks, indented lines, inline code."""
-    shell = [line for block in blocks("bash", page) for line in block.text.splitlines()]
+    shell = [line for block in blocks("bash", page) for line in block.text.replace("\\\n", " ").splitlines()]
     found = [*shell, *_INDENTED.findall(prose_of(page)), *_INLINE.findall(prose_of(page))]
     return [line.partition(" #")[0].strip() for line in found]
 

@@ -42,8 +42,12 @@ def find(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
 
 
 def is_option(name: str, known: set[str]) -> bool:
-    """Tasks have options of their own; sections by chosen names are listed with a NAME in their place."""
-    return name.startswith("task.options.") or any(fnmatchcase(name, each.replace("NAME", "*")) for each in known)
+    """Tasks have options of their own; sections by chosen names are listed with a NAME in their place.
+
+    A section is an option, too: all of it may be given at once."""
+    if name.startswith("task.options.") or any(each.startswith(f"{name}.") for each in known):
+        return True
+    return any(fnmatchcase(name, each.replace("NAME", "*")) for each in known)
 
 
 def check(words: list[str]) -> None:
