@@ -115,6 +115,7 @@ def test_an_option_that_a_kind_has_no_use_for_is_refused(kind: ObjectiveKind, op
         ({"correction": "kpop", "correction_high": 0.1, "correction_low": 0.05}, "changes nothing"),
         ({"kl_placement": "reward"}, "kl_coefficient = 0"),
         ({"kl_coefficient": 0.1, "kl_placement": "reward", "kl_estimator": "k2"}, "biased"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "gradient 0 in expectation"),
     ],
 )
 def test_combinations_that_cannot_be_meant_are_refused(options: dict[str, Any], says: str):

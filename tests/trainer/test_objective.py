@@ -266,7 +266,9 @@ def test_a_step_without_a_usable_token_has_loss_and_gradient_zero(aggregation, t
 
 VARIANTS = [
     (correction, proximal, estimator, dual)
-    for correction, proximal, estimator, dual in itertools.product(Correction, Proximal, KlEstimator, (None, 3.0))
+    for correction, proximal, estimator, dual in itertools.product(
+        Correction, Proximal, (KlEstimator.K2, KlEstimator.K3), (None, 3.0)
+    )
     if proximal is not Proximal.BYPASS or correction is Correction.NONE
 ]
 DIVERGENCES = {

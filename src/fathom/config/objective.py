@@ -63,8 +63,8 @@ class ObjectiveConfig(Section):
     kl_placement: KlPlacement = KlPlacement.LOSS
     """Whether that penalty is differentiated as a loss or subtracted from the rewards."""
     kl_estimator: KlEstimator = KlEstimator.K2
-    """Estimator of that penalty. As a loss only k2 has the gradient of KL(policy || reference); in the reward k1 and k3
-    have its value, and k1 is the default there."""
+    """Estimator of that penalty. As a loss only k2 has the gradient of KL(policy || reference), and k1, which has none,
+    is refused; in the reward k1 and k3 have its value, and k1 is the default there."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy over the whole vocabulary, at the sampling temperature, as a bonus. 0: not computed."""
     correction: Correction = Correction.TOKEN_TIS
@@ -210,3 +210,8 @@ def _check_penalties(config: ObjectiveConfig) -> None:
         _refuse_unused(config, {"kl_estimator", "kl_placement"}, "while kl_coefficient = 0")
     if config.kl_placement is KlPlacement.REWARD and config.kl_estimator is KlEstimator.K2:
         raise ValueError("kl_estimator = 'k2' is biased as a reward; use 'k1' or 'k3', or kl_placement = 'loss'")
+    if config.kl_placement is KlPlacement.LOSS and config.kl_estimator is KlEstimator.K1:
+        raise ValueError(
+            "kl_estimator = 'k1' as a loss has gradient 0 in expectation: it would hold nothing back; use "
+            "'k2', or kl_placement = 'reward'"
+        )
