@@ -60,6 +60,7 @@ def engine_process(name: EngineId, pipe: Connection, size: int, trap: signal.Sig
     """Receive what is offered through the pipe, and answer with the digest; with a trap, the first time is the last."""
     inbox, into = Inbox(name), {key: torch.zeros_like(tensor) for key, tensor in large(size).items()}
     places = into if trap is None else Trap(into, "05", trap)
+    pipe.send("started")
     while (order := pipe.recv()) is not None:
         manifest, source = order
         try:
@@ -78,6 +79,7 @@ class Remote:
         self.process = _CONTEXT.Process(target=engine_process, args=(name, theirs, size, trap))
         self.process.start()
         theirs.close()
+        assert self.answer() == "started"  # what follows has short deadlines
 
     def order(self, manifest: Manifest, source: BroadcastSource) -> None:
         self.pipe.send((manifest, source))
