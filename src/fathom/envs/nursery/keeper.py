@@ -160,8 +160,9 @@ def _children() -> set[int]:
     me, found = os.getpid(), set[int]()
     if sys.platform != "linux":
         return found
-    with suppress(FileNotFoundError):  # a kernel without it: look at every process
-        return {int(child) for child in Path(f"/proc/self/task/{me}/children").read_text().split()}
+    with suppress(FileNotFoundError):  # a kernel without it, or a thread that ended just now: look at every process
+        lists = [thread / "children" for thread in Path("/proc/self/task").iterdir()]
+        return {int(child) for each in lists for child in each.read_text().split()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
