@@ -50,10 +50,10 @@ class OwnBox(BaseEnvironment):
         await self.box.upload_dir(source_dir, target_dir)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("folders go in and files come out; nothing else is asked for")
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         await self.box.download_file(source_path, target_path)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        raise NotImplementedError
+        raise AssertionError("folders go in and files come out; nothing else is asked for")
