@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
+from fathom.envs.written_rows import write_rows
 from fathom.run.history.folder import RunFolder
 
 SMALL = """
@@ -30,6 +32,22 @@ kind = "scripted"
 [trainer]
 steps = 2
 groups_per_step = 2
+"""
+ADAPTERS = """
+[lora]
+rank = 2
+[adapters.left]
+[adapters.right]
+"""
+TUNED = """
+name = "tuned"
+runs_dir = "runs"
+[model]
+tiny = "arithmetic"
+[data]
+train = ["rows/train.jsonl"]
+[trainer]
+epochs = 1
 """
 OWN = """
 from pathlib import Path
@@ -112,16 +130,46 @@ def test_train_show_resume_by_name(here: Path) -> None:
     assert "in use by another process" in refused.stderr
 
 
-def test_ctrl_c_before_it_records_leaves_nothing(here: Path) -> None:
-    (here / "mine.py").write_text(GUARDED.replace("import fathom\n", "import fathom\nimport slow_to_load\n"))
-    slow = "import multiprocessing, time\nif multiprocessing.parent_process(): time.sleep(30)\n"
-    (here / "slow_to_load.py").write_text(slow)
+def test_ctrl_c_while_graders_start_leaves_nothing(here: Path) -> None:
+    begun = here / "begun"
+    slow = f"if __name__ == '__mp_main__':\n    open({str(begun)!r}, 'w').close()\n    time.sleep(60)\n"
+    (here / "mine.py").write_text("import time\n" + slow + GUARDED)
     process = subprocess.Popen([sys.executable, "mine.py"], cwd=here, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not any((here / "runs").glob("*/config.json")) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert output == "stopped\n"
+    assert not any((here / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("heavy", "command"),
+    [
+        ("fathom.run.local", ["train", "small.toml"]),
+        ("fathom.run.adapters.drive", ["train", "adapters.toml"]),
+        ("fathom.run.tuning.drive", ["sft", "sft.toml"]),
+    ],
+)
+def test_ctrl_c_while_the_heavy_half_loads_leaves_nothing(here: Path, heavy: str, command: list[str]) -> None:
+    write_rows(Arithmetic(ArithmeticOptions(num_train=8, num_eval=4)), here / "rows", pairs=False, seed=0)
+    (here / "adapters.toml").write_text(SMALL.replace('"scripted"', '"embedded"') + ADAPTERS)
+    (here / "sft.toml").write_text(TUNED)
+    pressed = f"""
+import os, signal, sys
+from fathom.apps.cli.main import main
+
+class Pressed:
+    def find_spec(self, name, *_):
+        if name == {heavy!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Pressed())
+    main()
+"""
+    (here / "pressed.py").write_text(pressed)
+    done = call([sys.executable, "pressed.py", *command], here)
+    assert done.returncode == 130, done.stderr
     assert not any((here / "runs").iterdir())

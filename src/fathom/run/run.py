@@ -107,6 +107,7 @@ class Run:
                 await players.start()
             from fathom.run.local import drive  # the heavy half: after the players have started
 
+            await stop.heard()
             reason = await drive(self.resolved, folder, players, stop, observers, launcher)
         except RunStoppedError:
             reason = "stopped"

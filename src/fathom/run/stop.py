@@ -12,6 +12,8 @@ from typing import final
 
 from fathom.core.errors import FathomError, RunStoppedError
 
+_TURNS_OF_THE_LOOP_S = 0.01
+"""A timer is due after all signals that were there before it; a mere turn of the loop is not."""
 _INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -65,6 +67,15 @@ class Stop:
             raise RunStoppedError("the run was asked to end; start or resume it again") from None
         finally:
             self._listeners.remove(task.cancel)
+
+    async def heard(self) -> None:
+        """Let a signal be heard that came while the event loop stood still, as it does while torch loads.
+
+        Raises:
+            RunStoppedError: the run was asked to end.
+        """
+        with self.cancels():
+            await asyncio.sleep(_TURNS_OF_THE_LOOP_S)
 
     def listen(self) -> None:
         """Take SIGINT and SIGTERM from now on; outside the main thread they are left alone."""

@@ -102,6 +102,7 @@ class AdaptersRun:
                     await each.start()
             from fathom.run.adapters.drive import Lane, drive_each  # the heavy half: after the players have started
 
+            await stop.heard()
             lanes = {
                 name: Lane(
                     resolved=self.resolved[name],

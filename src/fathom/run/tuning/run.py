@@ -83,6 +83,7 @@ class TuningRun:
         try:
             from fathom.run.tuning.drive import drive  # the heavy half
 
+            await stop.heard()
             reason = await drive(self.plan, folder, stop, observers)
         except RunStoppedError:
             reason = "stopped"
