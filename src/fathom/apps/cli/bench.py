@@ -98,9 +98,10 @@ def _drawn(picture: Path | None) -> Callable[[BenchRecord], None]:
     """Draws a record into that file. None: draws nothing. Raises ConfigError at once when nothing can be drawn here."""
     if picture is None:
         return lambda record: None
-    from fathom.bench.workloads.sync.picture import draw, require_matplotlib
+    from fathom.bench.workloads.sync.picture import draw
+    from fathom.core.picture import require_matplotlib
 
-    require_matplotlib()
+    require_matplotlib("--picture")
     return lambda record: draw(record, picture)
 
 

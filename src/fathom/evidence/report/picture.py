@@ -7,30 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.core.errors import ConfigError, MissingDependencyError
+from fathom.core.errors import ConfigError
+from fathom.core.picture import BLUE, GREEN, GREY, ORANGE, picture
 from fathom.evidence.report.picture_turns import draw_turns
 from fathom.evidence.report.run_summary import RunSummary, StepPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.typing import RcKeyType
 
-_BLUE, _ORANGE, _GREEN, _GREY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
 _SMOOTH_STEPS = 10
 _FLOAT32_RESOLUTION = 1e-7
-_STYLE: dict[RcKeyType, int | bool | str] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#4a5568",
-    "axes.grid": True,
-    "grid.color": "#e2e8f0",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
 
 
 def draw(summary: RunSummary, title: str, file: Path) -> None:
@@ -42,19 +28,10 @@ def draw(summary: RunSummary, title: str, file: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the run has no steps yet, or the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise MissingDependencyError("--picture", "matplotlib", "plot") from None
     if not summary.steps:
         raise ConfigError(f"{title} has no steps to draw yet")
-    with matplotlib.rc_context(_STYLE):
-        turns = summary.turns
-        figure = Figure(figsize=(10, 6 if turns is None else 11), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    turns = summary.turns
+    with picture(file, option="--picture", inches=(10.0, 6.0 if turns is None else 11.0)) as figure:
         panels: list[list[Axes]] = figure.subplots(2 if turns is None else 4, 2).tolist()
         (reward, ages), (mismatch, gap) = panels[:2]
         _reward(reward, summary)
@@ -65,29 +42,25 @@ def draw(summary: RunSummary, title: str, file: Path) -> None:
             draw_turns(panels[2:], summary.in_flight, turns)
         for axes in (reward, ages, mismatch, gap):
             axes.sharex(gap)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.locator_params(axis="x", integer=True)
         for axes in (mismatch, gap):
             axes.set_xlabel("optimizer step")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        try:
-            figure.savefig(file)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture cannot be written to {file}: {error}") from None
 
 
 def _reward(axes: Axes, summary: RunSummary) -> None:
     axes.set_title("reward")
     points = [(step.number, step.reward_mean) for step in summary.steps if step.reward_mean is not None]
     numbers, rewards = [number for number, _ in points], [reward for _, reward in points]
-    axes.plot(numbers, rewards, color=_BLUE, alpha=0.3, linewidth=0.8, label="mean of the batch")
-    axes.plot(numbers, _smooth(rewards), color=_BLUE, linewidth=1.6, label=f"over {_SMOOTH_STEPS} steps")
+    axes.plot(numbers, rewards, color=BLUE, alpha=0.3, linewidth=0.8, label="mean of the batch")
+    axes.plot(numbers, _smooth(rewards), color=BLUE, linewidth=1.6, label=f"over {_SMOOTH_STEPS} steps")
     if summary.evaluations:
         rates = [point.pass_rate for point in summary.evaluations]
         low = [point.pass_rate - point.low for point in summary.evaluations]
         high = [point.high - point.pass_rate for point in summary.evaluations]
         versions = [point.version for point in summary.evaluations]
         label = f"held out, pass@{summary.evaluations[0].pass_at} with 95 % interval"
-        axes.errorbar(versions, rates, yerr=(low, high), fmt="o", color=_ORANGE, markersize=4, capsize=3, label=label)
+        axes.errorbar(versions, rates, yerr=(low, high), fmt="o", color=ORANGE, markersize=4, capsize=3, label=label)
     axes.legend(loc="best")
 
 
@@ -97,9 +70,9 @@ def _ages(axes: Axes, steps: Sequence[StepPoint]) -> None:
     oldest_kv = [math.nan if step.kv_age_max is None else step.kv_age_max for step in steps]
     oldest = [math.nan if step.age_max is None else step.age_max for step in steps]
     means = [math.nan if step.age_mean is None else step.age_mean for step in steps]
-    axes.plot(numbers, oldest_kv, color=_ORANGE, linewidth=1.0, label="oldest context (KV)")
-    axes.plot(numbers, oldest, color=_GREY, linewidth=1.0, linestyle="--", label="oldest token")
-    axes.plot(numbers, means, color=_BLUE, linewidth=1.4, label="mean")
+    axes.plot(numbers, oldest_kv, color=ORANGE, linewidth=1.0, label="oldest context (KV)")
+    axes.plot(numbers, oldest, color=GREY, linewidth=1.0, linestyle="--", label="oldest token")
+    axes.plot(numbers, means, color=BLUE, linewidth=1.4, label="mean")
     axes.set_ylim(bottom=-0.05)
     axes.legend(loc="best")
 
@@ -108,8 +81,8 @@ def _mismatch(axes: Axes, steps: Sequence[StepPoint]) -> None:
     axes.set_title("mismatch: trainer against behaviour, |log r|")
     known = [(step.number, step.mismatch) for step in steps if step.mismatch is not None]
     numbers = [number for number, _ in known]
-    axes.plot(numbers, [part.abs_log_ratio_max for _, part in known], color=_GREY, linewidth=0.8, label="maximum")
-    axes.plot(numbers, [part.abs_log_ratio_mean for _, part in known], color=_BLUE, linewidth=1.4, label="mean")
+    axes.plot(numbers, [part.abs_log_ratio_max for _, part in known], color=GREY, linewidth=0.8, label="maximum")
+    axes.plot(numbers, [part.abs_log_ratio_mean for _, part in known], color=BLUE, linewidth=1.4, label="mean")
     _log_scale(axes)
     axes.legend(loc="best")
 
@@ -119,14 +92,14 @@ def _gap(axes: Axes, summary: RunSummary) -> None:
     numbers = [point.version for point in summary.gaps]
     means = [point.mismatch.abs_log_ratio_mean for point in summary.gaps]
     largest = [point.mismatch.abs_log_ratio_max for point in summary.gaps]
-    axes.plot(numbers, largest, color=_GREY, linewidth=0.8, label="maximum")
-    axes.plot(numbers, means, color=_GREEN, linewidth=1.4, label="mean")
+    axes.plot(numbers, largest, color=GREY, linewidth=0.8, label="maximum")
+    axes.plot(numbers, means, color=GREEN, linewidth=1.4, label="mean")
     _log_scale(axes)
     if any(largest):
         axes.legend(loc="best")
         return
     words = f"exactly 0 at all {len(means)} publications" if means else "not measured"
-    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=_GREEN if means else _GREY)
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=GREEN if means else GREY)
 
 
 def _log_scale(axes: Axes) -> None:

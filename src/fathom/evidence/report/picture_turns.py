@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fathom.core.picture import BLUE, GREY, ORANGE
 from fathom.evidence.report.turns import Spread, StepTurns, TurnsSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _ORANGE, _GREY = "#2b6cb0", "#c05621", "#a0aec0"
 _BREAK_S = 15.0
 """Samples further apart are not joined: the run was not there in between."""
 
@@ -27,8 +27,8 @@ def draw_turns(panels: Sequence[Sequence[Axes]], in_flight: Sequence[tuple[float
     (flight, rate), (counts, tokens) = panels
     _flight(flight, in_flight)
     _hit_rate(rate, turns.steps)
-    _histogram(counts, turns.turns, "turns", _BLUE)
-    _histogram(tokens, turns.sampled_tokens, "sampled tokens", _ORANGE)
+    _histogram(counts, turns.turns, "turns", BLUE)
+    _histogram(tokens, turns.sampled_tokens, "sampled tokens", ORANGE)
 
 
 def _flight(axes: Axes, samples: Sequence[tuple[float, int]]) -> None:
@@ -41,7 +41,7 @@ def _flight(axes: Axes, samples: Sequence[tuple[float, int]]) -> None:
             counts.append(math.nan)
         times.append(at_s)
         counts.append(count)
-    axes.plot(times, counts, color=_BLUE, linewidth=1.0, drawstyle="steps-post")
+    axes.plot(times, counts, color=BLUE, linewidth=1.0, drawstyle="steps-post")
     axes.set_xlabel("seconds since the run's first event")
     axes.set_ylim(bottom=0)
 
@@ -51,9 +51,9 @@ def _hit_rate(axes: Axes, steps: Sequence[StepTurns]) -> None:
     numbers = [step.number for step in steps]
     rates = [step.hit_rate for step in steps]
     updates = [math.nan if rate.bound_at_updates is None else rate.bound_at_updates for rate in rates]
-    axes.plot(numbers, [rate.bound for rate in rates], color=_GREY, linewidth=1.0, label="known from own turns")
-    axes.plot(numbers, updates, color=_ORANGE, linewidth=1.0, linestyle="--", label="of these, under one version")
-    axes.plot(numbers, [rate.measured for rate in rates], color=_BLUE, linewidth=1.4, label="measured")
+    axes.plot(numbers, [rate.bound for rate in rates], color=GREY, linewidth=1.0, label="known from own turns")
+    axes.plot(numbers, updates, color=ORANGE, linewidth=1.0, linestyle="--", label="of these, under one version")
+    axes.plot(numbers, [rate.measured for rate in rates], color=BLUE, linewidth=1.4, label="measured")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(0, 1)
     axes.legend(loc="best")

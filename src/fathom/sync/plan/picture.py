@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.core.errors import ConfigError, MissingDependencyError
+from fathom.core.errors import ConfigError
+from fathom.core.picture import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, picture
 from fathom.sync.plan.advice import size
 from fathom.sync.plan.crossover import delta_wins_below, over_engine_ranks, over_nodes, p2p_wins_from
 from fathom.sync.plan.estimate import Estimate, Scenario, estimates
@@ -17,28 +18,13 @@ from fathom.sync.plan.published import check, published_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.typing import RcKeyType
 
 PUBLISHED_FILE, CROSSOVER_FILE, DELTA_FILE = "transport-published.png", "transport-crossover.png", "transport-delta.png"
 """Files that are drawn."""
 
-_BLUE, _ORANGE, _GREEN, _GREY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
-_COLORS = {"broadcast": _ORANGE, "p2p": _BLUE, "disk": _ORANGE, "delta": _GREEN}
+_COLORS = {"broadcast": ORANGE, "p2p": BLUE, "disk": ORANGE, "delta": GREEN}
 _SHOWN = ("Qwen3-30B-A3B", "GLM-4.7-9B-Flash", "GLM-5")
 _NODES_LABEL = "nodes of each side"
-_STYLE: dict[RcKeyType, int | bool | str] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#4a5568",
-    "axes.grid": True,
-    "grid.color": "#e2e8f0",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
 
 
 def draw_pictures(folder: Path, scenario: Scenario) -> list[Path]:
@@ -48,32 +34,23 @@ def draw_pictures(folder: Path, scenario: Scenario) -> list[Path]:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the folder cannot be written to.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError("--pictures", "matplotlib", "plot") from None
 
     def delta(figure: Figure) -> None:
         _delta(figure, scenario)
 
     files: list[Path] = []
-    with matplotlib.rc_context(_STYLE):
-        for name, width, draw in (
-            (PUBLISHED_FILE, 5.0, _published),
-            (CROSSOVER_FILE, 11.0, _crossovers),
-            (DELTA_FILE, 5.0, delta),
-        ):
-            figure = Figure(figsize=(width, 4), dpi=130, layout="constrained")
-            FigureCanvasAgg(figure)
-            draw(figure)
-            files.append(folder / name)
+    for name, width, draw in (
+        (PUBLISHED_FILE, 5.0, _published),
+        (CROSSOVER_FILE, 11.0, _crossovers),
+        (DELTA_FILE, 5.0, delta),
+    ):
+        files.append(folder / name)
+        with picture(files[-1], option="--pictures", inches=(width, 4.0)) as figure:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                figure.savefig(files[-1])
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"the picture cannot be written to {files[-1]}: {error}") from None
+            except OSError as error:
+                raise ConfigError(f"the pictures cannot be written to {folder}: {error}") from None
+            draw(figure)
     return files
 
 
@@ -83,8 +60,8 @@ def _published(figure: Figure) -> None:
     axes.set_title("published and predicted, seconds")
     checked = check()
     low, high = 0.4, 120.0
-    axes.fill_between([low, high], [low / 1.25, high / 1.25], [low * 1.25, high * 1.25], color="#edf2f7", label="25 %")
-    axes.plot([low, high], [low, high], color=_GREY, linewidth=0.8)
+    axes.fill_between([low, high], [low / 1.25, high / 1.25], [low * 1.25, high * 1.25], color=PALE, label="25 %")
+    axes.plot([low, high], [low, high], color=GREY, linewidth=0.8)
     for transport in ("broadcast", "p2p"):
         for fitted, marker in ((False, "o"), (True, "s")):
             chosen = [row for row in checked if row.transport == transport and row.fitted is fitted]
@@ -112,15 +89,13 @@ def _crossovers(figure: Figure) -> None:
         points = over_engine_ranks(scenario) if over_ranks else over_nodes(scenario)
         places = [point.at for point in points]
         axes.set_title(name)
-        axes.plot(places, [point.broadcast_s for point in points], "o-", color=_ORANGE, markersize=3, label="broadcast")
-        axes.plot(places, [point.p2p_s for point in points], "o-", color=_BLUE, markersize=3, label="p2p")
+        axes.plot(places, [point.broadcast_s for point in points], "o-", color=ORANGE, markersize=3, label="broadcast")
+        axes.plot(places, [point.p2p_s for point in points], "o-", color=BLUE, markersize=3, label="p2p")
         at = scenario.topology.engines.tp if over_ranks else scenario.topology.trainer_hosts
-        axes.plot(
-            [at] * 2, [row.broadcast_s, row.p2p_s], "s", color="#1a202c", markerfacecolor="none", label="published"
-        )
+        axes.plot([at] * 2, [row.broadcast_s, row.p2p_s], "s", color=BLACK, markerfacecolor="none", label="published")
         begins = p2p_wins_from(points)
         if begins is not None and begins != places[0]:
-            axes.axvline(begins, color=_GREY, linestyle="--", linewidth=0.9, label=f"p2p ahead from {begins}")
+            axes.axvline(begins, color=GREY, linestyle="--", linewidth=0.9, label=f"p2p ahead from {begins}")
         where = f"{scenario.topology.trainer_hosts} + {scenario.topology.engine_hosts} nodes"
         axes.set(xscale="log", ylim=(0, None), xlabel=f"ranks of an engine, {where}" if over_ranks else _NODES_LABEL)
         axes.set_xticks(places, [str(place) for place in places])
@@ -143,7 +118,7 @@ def _delta(figure: Figure, scenario: Scenario) -> None:
             color=_COLORS[name],
             label=name,
         )
-    axes.axvline(crossing / 1e6, color=_GREY, linestyle="--", linewidth=0.9, label=f"equal at {size(crossing)}/s")
+    axes.axvline(crossing / 1e6, color=GREY, linestyle="--", linewidth=0.9, label=f"equal at {size(crossing)}/s")
     axes.set(xscale="log", yscale="log", xlabel="storage, MB/s", ylabel="seconds a publication")
     axes.legend(loc="best")
 

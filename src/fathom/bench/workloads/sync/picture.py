@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,47 +21,27 @@ from fathom.bench.workloads.sync.crossover import (
     was_measured,
 )
 from fathom.bench.workloads.sync.names import TRANSFER, fleet_variant
-from fathom.core.errors import ConfigError, MissingDependencyError
+from fathom.core.errors import ConfigError
+from fathom.core.picture import BLACK, BLUE, BROWN, GREEN, GREY, ORANGE, PURPLE, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.typing import RcKeyType
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _GREY = "#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#8b6c42", "#a0aec0"
 _LINES = {
-    "shared": (_BLUE, "-", "o"),
-    "disk": (_BROWN, "-", "s"),
-    "broadcast": (_ORANGE, "-", "^"),
-    "raw Gloo": (_ORANGE, ":", ""),
-    "p2p by NIXL": (_GREEN, "-", "D"),
-    "raw NIXL": (_GREEN, ":", ""),
-    "p2p by Mooncake": (_PURPLE, "-", "v"),
-    "raw Mooncake": (_PURPLE, ":", ""),
-    "delta": ("#1a202c", "-", "P"),
+    "shared": (BLUE, "-", "o"),
+    "disk": (BROWN, "-", "s"),
+    "broadcast": (ORANGE, "-", "^"),
+    "raw Gloo": (ORANGE, ":", ""),
+    "p2p by NIXL": (GREEN, "-", "D"),
+    "raw NIXL": (GREEN, ":", ""),
+    "p2p by Mooncake": (PURPLE, "-", "v"),
+    "raw Mooncake": (PURPLE, ":", ""),
+    "delta": (BLACK, "-", "P"),
 }
 """What is drawn over size: color, line and mark. Dotted: the bare library."""
 _SIZE_LABEL = "MB of a version"
 _SLOWEST, _FASTEST, _POINTS = 10.0, 10_000.0, 60
-_STYLE: dict[RcKeyType, int | bool | str] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#4a5568",
-    "axes.grid": True,
-    "grid.color": "#e2e8f0",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
-
-
-def require_matplotlib() -> None:
-    """Raise MissingDependencyError when nothing can be drawn here."""
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError("--picture", "matplotlib", "plot")
 
 
 def draw(record: BenchRecord, file: Path) -> None:
@@ -72,23 +51,12 @@ def draw(record: BenchRecord, file: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the record is of another workload, holds nothing that is drawn, or the file cannot be written.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as NewFigure
-
     panels = _panels(record)
-    with matplotlib.rc_context(_STYLE):
-        figure = NewFigure(figsize=(4.6 * len(panels) + 0.4, 4.4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(file, option="--picture", inches=(4.6 * len(panels) + 0.4, 4.4)) as figure:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axes)
         _share(figure)
         figure.suptitle(f"{record.id}: {record.machine.processor}, {record.machine.cores} cores", x=0.01, ha="left")
-        try:
-            figure.savefig(file)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture cannot be written to {file}: {error}") from None
 
 
 def _panels(record: BenchRecord) -> list[Callable[[Axes], None]]:
@@ -133,7 +101,7 @@ def _storage(axes: Axes, samples: Sequence[Sample], lr: float) -> None:
     axes.set_title(f"delta against the full file, learning rate {lr:g}")
     step = (_FASTEST / _SLOWEST) ** (1 / (_POINTS - 1))
     speeds = [_SLOWEST * step**index for index in range(_POINTS)]
-    for side, color, mark in ((FULL, _BROWN, "s"), (DELTA, "#1a202c", "P")):
+    for side, color, mark in ((FULL, BROWN, "s"), (DELTA, BLACK, "P")):
         curve = [predicted_s(samples, side, lr, speed) for speed in speeds]
         axes.plot(speeds, curve, color=color, linewidth=1.4, label=f"{side}, predicted")
         timed = [
@@ -145,7 +113,7 @@ def _storage(axes: Axes, samples: Sequence[Sample], lr: float) -> None:
             )
     crossover = crossover_mb_per_s(samples, lr)
     if crossover is not None and _SLOWEST < crossover < _FASTEST:
-        axes.axvline(crossover, color=_GREY, linewidth=1, linestyle="--")
+        axes.axvline(crossover, color=GREY, linewidth=1, linestyle="--")
         axes.annotate(
             f"{crossover:.0f} MB/s",
             (crossover, 0.02),
