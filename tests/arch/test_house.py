@@ -100,6 +100,8 @@ def records() -> list[type[msgspec.Struct]]:
 def test_records_are_frozen_tagged_and_versioned() -> None:
     assert records()
     for record in records():
+        if record.__subclasses__():
+            continue  # only what its leaves have in common is written, as part of them
         config = record.__struct_config__
         assert config.frozen, record
         assert isinstance(config.tag, str), record
@@ -111,8 +113,8 @@ def test_every_field_of_a_record_has_a_sentence() -> None:
         if path.relative_to(SOURCE).parts[0] not in {"core", "ledger"}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ClassDef) or "msgspec.Struct" not in ast.unparse(node).split("\n")[0]:
-                continue
+            if not isinstance(node, ast.ClassDef) or "frozen" not in [word.arg for word in node.keywords]:
+                continue  # a record says so where it is declared, a dataclass in its decorator
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(statement, ast.AnnAssign):
                     assert isinstance(following, ast.Expr), f"{path.name}: {node.name}.{ast.unparse(statement.target)}"

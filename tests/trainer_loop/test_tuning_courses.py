@@ -79,7 +79,7 @@ def test_imitation_does_not_depend_on_micro_batches_or_order(folder, aggregation
     close(whole, cut)
     assert second.sums.loss == pytest.approx(first.sums.loss, rel=1e-5)
     assert first.sums.tokens == second.sums.tokens == sum(int(r.loss_mask.sum()) for c in shown for r in c.rows)
-    assert first.cost.update.grad_norm == pytest.approx(second.cost.update.grad_norm, rel=1e-5)
+    assert first.update.grad_norm == pytest.approx(second.update.grad_norm, rel=1e-5)
 
 
 def test_preference_does_not_depend_on_micro_batches_or_order(folder):

@@ -32,23 +32,21 @@ class TuningPrepared(msgspec.Struct, frozen=True, tag="tuning_prepared.1"):
     """BLAKE3 (hex) of the samples to train on and of what decides their order."""
 
 
-class SupervisedStepped(msgspec.Struct, frozen=True, tag="supervised_stepped.1"):
-    """An optimizer step on conversations."""
+class TuningStepped(msgspec.Struct, frozen=True):
+    """An optimizer step on samples, whatever its loss: what every kind of it records, never an event by itself."""
 
     number: int
     """From 1."""
     epoch: int
     """Pass over the samples, from 0."""
     samples: tuple[int, ...]
-    """Places of the conversations trained, in the order of the step."""
+    """Places of the samples trained, in the order of the step."""
     loss: float
     """The number differentiated."""
-    nll: float
-    """Mean negative log-likelihood of a token in the gradient, before the step."""
     tokens: int
     """Tokens in the gradient."""
     non_finite: int
-    """Tokens refused for a log-probability that is not finite."""
+    """Tokens of conversations, or pairs, refused for a log-probability that is not finite."""
     forward_tokens: int
     """Tokens of the forwards, context included."""
     grad_norm: float
@@ -59,6 +57,13 @@ class SupervisedStepped(msgspec.Struct, frozen=True, tag="supervised_stepped.1")
     """Seconds."""
     weights_digest: str
     """Root digest of the cast weights after the step."""
+
+
+class SupervisedStepped(TuningStepped, frozen=True, tag="supervised_stepped.1"):
+    """An optimizer step on conversations."""
+
+    nll: float
+    """Mean negative log-likelihood of a token in the gradient, before the step."""
 
 
 class SupervisedEvaluated(msgspec.Struct, frozen=True, tag="supervised_evaluated.1"):
@@ -93,17 +98,9 @@ class ReferenceScored(msgspec.Struct, frozen=True, tag="reference_scored.1"):
     """Seconds it took."""
 
 
-class PreferenceStepped(msgspec.Struct, frozen=True, tag="preference_stepped.1"):
+class PreferenceStepped(TuningStepped, frozen=True, tag="preference_stepped.1"):
     """An optimizer step on pairs. Means are over the pairs in the gradient, before the step."""
 
-    number: int
-    """From 1."""
-    epoch: int
-    """Pass over the samples, from 0."""
-    samples: tuple[int, ...]
-    """Places of the pairs trained, in the order of the step."""
-    loss: float
-    """The number differentiated."""
     accuracy: float
     """Share of pairs whose chosen answer has the larger reward; an equal one counts half."""
     margin: float
@@ -112,20 +109,6 @@ class PreferenceStepped(msgspec.Struct, frozen=True, tag="preference_stepped.1")
     """Mean reward of the chosen answers: beta times their log-ratio to the reference."""
     rejected_reward: float
     """The same of the rejected."""
-    tokens: int
-    """Tokens of both sides in the gradient."""
-    non_finite: int
-    """Pairs refused for a log-probability that is not finite."""
-    forward_tokens: int
-    """Tokens of the forwards, context included."""
-    grad_norm: float
-    """Gradient norm before clipping."""
-    lr: float
-    """Learning rate."""
-    step_s: float
-    """Seconds."""
-    weights_digest: str
-    """Root digest of the cast weights after the step."""
 
 
 class PreferenceEvaluated(msgspec.Struct, frozen=True, tag="preference_evaluated.1"):

@@ -6,18 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import TooLong, Tracker
-from fathom.config.lora import LoraConfig
-from fathom.config.run import LedgerConfig
+from fathom.config.families import TooLong
 from fathom.config.section import Section
-from fathom.config.trainer import CheckpointConfig, WarmStartConfig
-from fathom.config.tuning.sections import (
-    DataConfig,
-    TuningEvaluationConfig,
-    TuningModelConfig,
-    TuningTrainerConfig,
-    check_lora,
-)
+from fathom.config.trainer import WarmStartConfig
+from fathom.config.tuning.sections import TuningRoot
 
 
 class PreferenceObjectiveConfig(Section):
@@ -34,42 +26,19 @@ class PreferenceObjectiveConfig(Section):
     """Weight of the chosen answer's mean negative log-likelihood beside it (arXiv 2404.19733)."""
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(TuningRoot):
     """One run of preference training."""
 
     kind: Literal["dpo"] = "dpo"
     """What kind of run it is."""
-    name: str = Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Its name; the run's folder is `runs_dir/name-...`."""
-    runs_dir: str = Field(default="runs", pattern=r"^[^\x00]+$")
-    """Where runs are kept."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of everything random."""
-    model: TuningModelConfig
-    """The model."""
-    data: DataConfig
-    """Pairs of answers."""
-    trainer: TuningTrainerConfig
-    """Training."""
     objective: PreferenceObjectiveConfig = PreferenceObjectiveConfig()
     """The loss."""
-    lora: LoraConfig | None = None
-    """Train an adapter instead of the whole model. None: the whole model."""
     warm_start: WarmStartConfig | None = None
     """Imitate the chosen answers of some pairs first; `tasks` says of how many. The reference is frozen after it. None:
     the model as given is the reference."""
-    evaluation: TuningEvaluationConfig = TuningEvaluationConfig()
-    """Accuracy on what is held out."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
-    ledger: LedgerConfig = LedgerConfig()
-    """The history."""
-    trackers: tuple[Tracker, ...] = ()
-    """Where metrics go besides the ledger."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_lora(self.lora)
+    def _check_cuts(self) -> Self:
         if self.data.too_long is TooLong.TRUNCATE:
             raise ValueError(
                 "data.too_long = 'truncate' would compare answers by where they were cut; set 'leave_out', or raise "

@@ -1,4 +1,4 @@
-"""What both ways of tuning have in common: data, trainer, evaluation."""
+"""What both ways of tuning have in common: the root, data, trainer, evaluation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import Dtype, TooLong
+from fathom.config.families import Dtype, TooLong, Tracker
 from fathom.config.lora import LoraConfig
+from fathom.config.run import LedgerConfig
 from fathom.config.section import DEVICE, Section
-from fathom.config.trainer import OptimizerConfig, TrainerConfig
+from fathom.config.trainer import CheckpointConfig, OptimizerConfig, TrainerConfig
 
 
 class TuningModelConfig(Section):
@@ -95,14 +96,41 @@ class TuningTrainerConfig(Section):
         )
 
 
-def check_lora(lora: LoraConfig | None) -> None:
-    """Raise ValueError for what of an adapter has no meaning where nothing is published."""
-    if lora is not None and "publish" in lora.model_fields_set:
-        raise ValueError("lora.publish is for engines, and this run has none; remove it")
-
-
 class TuningEvaluationConfig(Section):
     """Evaluation on what is held out; always before the first step and after the last."""
 
     every_steps: int | None = Field(default=None, gt=0)
     """Steps between evaluations. None: only before and after."""
+
+
+class TuningRoot(Section):
+    """What every run that tunes is told, whatever its loss. Each way to tune has a root of its own, made of this."""
+
+    name: str = Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Its name; the run's folder is `runs_dir/name-...`."""
+    runs_dir: str = Field(default="runs", pattern=r"^[^\x00]+$")
+    """Where runs are kept."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of everything random."""
+    model: TuningModelConfig
+    """The model."""
+    data: DataConfig
+    """Rows to train on, and what of them is held out."""
+    trainer: TuningTrainerConfig
+    """Training."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the whole model. None: the whole model."""
+    evaluation: TuningEvaluationConfig = TuningEvaluationConfig()
+    """Scores of what is held out."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    ledger: LedgerConfig = LedgerConfig()
+    """The history."""
+    trackers: tuple[Tracker, ...] = ()
+    """Where metrics go besides the ledger."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora is not None and "publish" in self.lora.model_fields_set:
+            raise ValueError("lora.publish is for engines, and this run has none; remove it")
+        return self

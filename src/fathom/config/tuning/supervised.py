@@ -6,18 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from fathom.config.families import Aggregation, Tracker
-from fathom.config.lora import LoraConfig
-from fathom.config.run import LedgerConfig
+from fathom.config.families import Aggregation
 from fathom.config.section import Section
-from fathom.config.trainer import CheckpointConfig
-from fathom.config.tuning.sections import (
-    DataConfig,
-    TuningEvaluationConfig,
-    TuningModelConfig,
-    TuningTrainerConfig,
-    check_lora,
-)
+from fathom.config.tuning.sections import TuningRoot
 
 
 class SupervisedObjectiveConfig(Section):
@@ -35,37 +26,10 @@ class SupervisedObjectiveConfig(Section):
         return self
 
 
-class SupervisedConfig(Section):
+class SupervisedConfig(TuningRoot):
     """One run of supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"
     """What kind of run it is."""
-    name: str = Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Its name; the run's folder is `runs_dir/name-...`."""
-    runs_dir: str = Field(default="runs", pattern=r"^[^\x00]+$")
-    """Where runs are kept."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of everything random."""
-    model: TuningModelConfig
-    """The model."""
-    data: DataConfig
-    """Conversations to imitate."""
-    trainer: TuningTrainerConfig
-    """Training."""
     objective: SupervisedObjectiveConfig = SupervisedObjectiveConfig()
     """The loss."""
-    lora: LoraConfig | None = None
-    """Train an adapter instead of the whole model. None: the whole model."""
-    evaluation: TuningEvaluationConfig = TuningEvaluationConfig()
-    """Loss on what is held out."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
-    ledger: LedgerConfig = LedgerConfig()
-    """The history."""
-    trackers: tuple[Tracker, ...] = ()
-    """Where metrics go besides the ledger."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_lora(self.lora)
-        return self

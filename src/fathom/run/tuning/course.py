@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from fathom.core.errors import FathomError
 from fathom.ledger.events import WarmStartStepped
 from fathom.ledger.tuning_events import (
     PreferenceEvaluated,
@@ -12,8 +13,12 @@ from fathom.ledger.tuning_events import (
     ReferenceScored,
     SupervisedEvaluated,
     SupervisedStepped,
+    TuningStepped,
 )
+from fathom.sync.digest import digest
+from fathom.trainer.backends.port import Backend
 from fathom.trainer.tuning.order import StepBatch
+from fathom.trainer.tuning.outcome import Sums, TuningStep
 
 Stop = Callable[[], bool]
 Stepped = SupervisedStepped | PreferenceStepped
@@ -38,3 +43,24 @@ class Course(Protocol):
     def evaluate(self, done: int, stop: Stop) -> Evaluated | None:
         """Score what is held out; `done`: steps behind the weights. None: nothing is."""
         ...
+
+
+def recorded(batch: StepBatch, taken: TuningStep[Sums], backend: Backend) -> TuningStepped:
+    """What every kind of step records. Raises FathomError when the gradient was not finite."""
+    if not taken.update.applied:
+        raise FathomError(
+            f"the gradient of step {batch.number} is not finite; nothing changed: lower trainer.optimizer.lr and resume"
+        )
+    return TuningStepped(
+        number=batch.number,
+        epoch=batch.epoch,
+        samples=batch.samples,
+        loss=taken.sums.loss,
+        tokens=taken.sums.tokens,
+        non_finite=taken.sums.non_finite,
+        forward_tokens=taken.forward_tokens,
+        grad_norm=taken.update.grad_norm,
+        lr=taken.update.lr,
+        step_s=taken.step_s,
+        weights_digest=digest(backend.weights()),
+    )

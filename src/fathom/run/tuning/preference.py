@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fathom.config.tuning.preference import PreferenceConfig
-from fathom.core.errors import CheckpointError, FathomError
+from fathom.core.errors import CheckpointError
 from fathom.ledger.events import WarmStartStepped
 from fathom.ledger.tuning_events import PreferenceEvaluated, PreferenceStepped, ReferenceScored
-from fathom.run.tuning.course import Stop
+from fathom.run.tuning.course import Stop, recorded
 from fathom.run.tuning.prepare import Prepared
 from fathom.sync.digest import digest
 from fathom.trainer.backends.port import Backend
@@ -84,29 +85,14 @@ class PreferenceRun:
     def step(self, batch: StepBatch, stop: Stop) -> PreferenceStepped:
         """See `course.Course`."""
         pairs = [self._prepared.train[place] for place in batch.samples]
-        outcome = self._course.step(pairs, self._train[list(batch.samples)], stop)
-        sums, cost, count = outcome.sums, outcome.cost, max(1, outcome.sums.pairs)
-        if not cost.update.applied:
-            raise FathomError(
-                f"the gradient of step {batch.number} is not finite; nothing changed: lower trainer.optimizer.lr and "
-                "resume"
-            )
+        taken = self._course.step(pairs, self._train[list(batch.samples)], stop)
+        sums, count = taken.sums, max(1, taken.sums.pairs)
         return PreferenceStepped(
-            number=batch.number,
-            epoch=batch.epoch,
-            samples=batch.samples,
-            loss=sums.loss,
+            **msgspec.structs.asdict(recorded(batch, taken, self._backend)),
             accuracy=sums.correct / count,
             margin=sums.margin / count,
             chosen_reward=sums.chosen_reward / count,
             rejected_reward=sums.rejected_reward / count,
-            tokens=sums.tokens,
-            non_finite=sums.non_finite,
-            forward_tokens=cost.forward_tokens,
-            grad_norm=cost.update.grad_norm,
-            lr=cost.update.lr,
-            step_s=cost.step_s,
-            weights_digest=digest(self._backend.weights()),
         )
 
     def evaluate(self, done: int, stop: Stop) -> PreferenceEvaluated | None:

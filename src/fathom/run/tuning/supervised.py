@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterator
 from typing import final
 
+import msgspec
 import numpy as np
 
 from fathom.config.tuning.supervised import SupervisedConfig
-from fathom.core.errors import FathomError
 from fathom.ledger.events import WarmStartStepped
 from fathom.ledger.tuning_events import ReferenceScored, SupervisedEvaluated, SupervisedStepped
-from fathom.run.tuning.course import Stop
+from fathom.run.tuning.course import Stop, recorded
 from fathom.run.tuning.prepare import Prepared
-from fathom.sync.digest import digest
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.tuning.imitation import ImitationCourse
 from fathom.trainer.tuning.order import StepBatch
@@ -40,27 +39,9 @@ class SupervisedRun:
 
     def step(self, batch: StepBatch, stop: Stop) -> SupervisedStepped:
         """See `course.Course`."""
-        outcome = self._course.step([self._prepared.train[place] for place in batch.samples], stop)
-        sums, cost = outcome.sums, outcome.cost
-        if not cost.update.applied:
-            raise FathomError(
-                f"the gradient of step {batch.number} is not finite; nothing changed: lower trainer.optimizer.lr and "
-                "resume"
-            )
-        return SupervisedStepped(
-            number=batch.number,
-            epoch=batch.epoch,
-            samples=batch.samples,
-            loss=sums.loss,
-            nll=sums.nll / max(1, sums.tokens),
-            tokens=sums.tokens,
-            non_finite=sums.non_finite,
-            forward_tokens=cost.forward_tokens,
-            grad_norm=cost.update.grad_norm,
-            lr=cost.update.lr,
-            step_s=cost.step_s,
-            weights_digest=digest(self._backend.weights()),
-        )
+        taken = self._course.step([self._prepared.train[place] for place in batch.samples], stop)
+        common = msgspec.structs.asdict(recorded(batch, taken, self._backend))
+        return SupervisedStepped(**common, nll=taken.sums.nll / max(1, taken.sums.tokens))
 
     def evaluate(self, done: int, stop: Stop) -> SupervisedEvaluated | None:
         """See `course.Course`."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -11,13 +10,16 @@ import torch
 from torch import Tensor
 
 from fathom.config.tuning.supervised import SupervisedObjectiveConfig
+from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.trainer import Stop, never
 from fathom.trainer.objective.outputs import TokenOutputs
 from fathom.trainer.objective.supervised import ImitationSums, coefficients, imitation_loss
-from fathom.trainer.tuning.forward import Flat, check, score
-from fathom.trainer.tuning.outcome import ImitationScores, ImitationStep, StepCost
+from fathom.trainer.tuning.forward import Flat, score, train_step
+from fathom.trainer.tuning.outcome import ImitationScores, TuningStep
 from fathom.trainer.tuning.samples import Conversation, loss_tokens
+
+_LossOf = Callable[[TokenOutputs], tuple[Tensor, ImitationSums]]
 
 
 @final
@@ -29,7 +31,7 @@ class ImitationCourse:
         self._objective = objective
         self._budget = tokens_per_micro_batch
 
-    def step(self, samples: Sequence[Conversation], stop: Stop = never) -> ImitationStep:
+    def step(self, samples: Sequence[Conversation], stop: Stop = never) -> TuningStep[ImitationSums]:
         """One optimizer step on these conversations, at least one.
 
         A gradient that is not finite changes nothing and is reported.
@@ -37,30 +39,15 @@ class ImitationCourse:
         Raises:
             StepStoppedError: `stop` said so; nothing changed.
         """
-        started = time.perf_counter()
-        owners = [place for place, sample in enumerate(samples) for _ in sample.rows]
-        flat = Flat([row for sample in samples for row in sample.rows], owners)
-        sequence = torch.from_numpy(np.repeat(np.array(owners, np.int64), flat.counts))
+        flat = Flat.of_samples(samples)
+        sequence = torch.from_numpy(np.repeat(np.array(flat.owners, np.int64), flat.counts))
         shares = coefficients(self._objective.aggregation, sequence, len(samples), self._objective.constant_length)
-        sums = ImitationSums()
-        try:
-            for _, packed, places in flat.cut(self._budget):
-                check(stop)
-                share = shares[torch.from_numpy(places)]
 
-                def loss_of(outputs: TokenOutputs, share: Tensor = share) -> tuple[Tensor, ImitationSums]:
-                    return imitation_loss(share, outputs.logprobs)
+        def loss_of(owners: list[int], packed: PackedRows, places: np.ndarray) -> _LossOf:
+            share = shares[torch.from_numpy(places)]
+            return lambda outputs: imitation_loss(share, outputs.logprobs)
 
-                sums += self._backend.accumulate(packed, loss_of)[0]
-        except BaseException:  # raised again: the gradient of half a step must not reach the next one
-            self._backend.discard()
-            raise
-        cost = StepCost(
-            update=self._backend.update(),
-            forward_tokens=sum(sample.tokens for sample in samples),
-            step_s=time.perf_counter() - started,
-        )
-        return ImitationStep(sums=sums, cost=cost)
+        return train_step(self._backend, flat, self._budget, stop, ImitationSums(), loss_of)
 
     def evaluate(self, samples: Sequence[Conversation], stop: Stop = never) -> ImitationScores:
         """Score conversations under the current weights. Raises StepStoppedError."""

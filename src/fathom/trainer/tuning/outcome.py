@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
 
 from fathom.trainer.backends.port import Update
-from fathom.trainer.objective.preference import PreferenceSums
-from fathom.trainer.objective.supervised import ImitationSums
+
+
+class StepSums(Protocol):
+    """What a loss sums over some samples. Those of the micro-batches add up to those of the step."""
+
+    @property
+    def loss(self) -> float:
+        """The number differentiated."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the gradient."""
+        ...
+
+    @property
+    def non_finite(self) -> int:
+        """What was refused for a log-probability that is not finite."""
+        ...
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+Sums = TypeVar("Sums", bound=StepSums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """What a step did and took, whatever was trained."""
+class TuningStep(Generic[Sums]):
+    """A step on samples."""
 
+    sums: Sums
+    """Of the step."""
     update: Update
     """What the backend did."""
     forward_tokens: int
     """Tokens of the forwards, context included."""
     step_s: float
     """Seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationStep:
-    """A step on conversations."""
-
-    sums: ImitationSums
-    """Of the step."""
-    cost: StepCost
-    """What it took."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceStep:
-    """A step on pairs."""
-
-    sums: PreferenceSums
-    """Of the step."""
-    cost: StepCost
-    """What it took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

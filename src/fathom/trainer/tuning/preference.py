@@ -3,8 +3,7 @@ from: there is no second model."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -12,13 +11,16 @@ import torch
 from torch import Tensor
 
 from fathom.config.tuning.preference import PreferenceObjectiveConfig
+from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.trainer import Stop, never
 from fathom.trainer.objective.outputs import TokenOutputs
 from fathom.trainer.objective.preference import PreferenceSums, preference_loss
-from fathom.trainer.tuning.forward import Flat, check, score
-from fathom.trainer.tuning.outcome import PreferenceScores, PreferenceStep, StepCost
+from fathom.trainer.tuning.forward import Flat, score, train_step
+from fathom.trainer.tuning.outcome import PreferenceScores, TuningStep
 from fathom.trainer.tuning.samples import Pair, loss_tokens
+
+_LossOf = Callable[[TokenOutputs], tuple[Tensor, PreferenceSums]]
 
 
 @final
@@ -42,7 +44,7 @@ class PreferenceCourse:
         np.add.at(sums, sides, score(self._backend, rows, self._budget, stop))
         return sums.reshape(-1, 2)
 
-    def step(self, pairs: Sequence[Pair], reference: np.ndarray, stop: Stop = never) -> PreferenceStep:
+    def step(self, pairs: Sequence[Pair], reference: np.ndarray, stop: Stop = never) -> TuningStep[PreferenceSums]:
         """One optimizer step on these pairs, at least one.
 
         A gradient that is not finite changes nothing and is reported.
@@ -55,32 +57,15 @@ class PreferenceCourse:
         Raises:
             StepStoppedError: `stop` said so; nothing changed.
         """
-        started = time.perf_counter()
-        owners = [place for place, pair in enumerate(pairs) for _ in pair.rows]
-        flat = Flat([row for pair in pairs for row in pair.rows], owners)
-        sums = PreferenceSums()
-        try:
-            for batch, packed, _ in flat.cut(self._budget):
-                check(stop)
-                sides = np.array([2 * at + side for at, place in enumerate(batch) for side in _sides(pairs[place])])
-                side = torch.from_numpy(np.repeat(sides, packed.loss_lengths))
-                frozen = torch.from_numpy(reference[batch])
 
-                def loss_of(
-                    outputs: TokenOutputs, side: Tensor = side, frozen: Tensor = frozen
-                ) -> tuple[Tensor, PreferenceSums]:
-                    return preference_loss(self._objective, outputs.logprobs, side, frozen, len(pairs))
+        def loss_of(owners: list[int], packed: PackedRows, places: np.ndarray) -> _LossOf:
+            sides = np.array([2 * at + side for at, pair in enumerate(owners) for side in _sides(pairs[pair])])
+            side = torch.from_numpy(np.repeat(sides, packed.loss_lengths))
+            frozen = torch.from_numpy(reference[owners])
+            return lambda outputs: preference_loss(self._objective, outputs.logprobs, side, frozen, len(pairs))
 
-                sums += self._backend.accumulate(packed, loss_of)[0]
-        except BaseException:  # raised again: the gradient of half a step must not reach the next one
-            self._backend.discard()
-            raise
-        cost = StepCost(
-            update=self._backend.update(),
-            forward_tokens=sum(pair.tokens for pair in pairs),
-            step_s=time.perf_counter() - started,
-        )
-        return PreferenceStep(sums=sums, cost=cost)
+        flat = Flat.of_samples(pairs)
+        return train_step(self._backend, flat, self._budget, stop, PreferenceSums(), loss_of)
 
     def evaluate(self, pairs: Sequence[Pair], reference: np.ndarray, stop: Stop = never) -> PreferenceScores:
         """Score pairs under the current weights. Raises StepStoppedError."""
