@@ -13,7 +13,7 @@ from fathom.core.ports.engine import Engine, ScoreRequest
 from fathom.core.records.sampling import InFlightMode
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 
 FORM = LoraConfig(rank=4, alpha=12.0).form("tests")
 TOKENS = np.arange(3, 30, dtype=np.int32) % 17
@@ -27,7 +27,7 @@ def trained(model: LanguageModel, weights: Mapping[str, torch.Tensor], tokens: n
     with torch.no_grad():
         hidden = model.hidden(torch.from_numpy(tokens).long(), torch.arange(total), PackedAttention([total]))
         ones = torch.ones(total - 1)
-        return head_logprobs(model, hidden[:-1], torch.from_numpy(tokens[1:]).long(), ones, None, None).numpy()
+        return head_outputs(model, hidden[:-1], torch.from_numpy(tokens[1:]).long(), ones, None, None).logprobs.numpy()
 
 
 async def scored(engine: Engine, name: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from fathom.core.errors import ConfigError
 from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def positions(starts, counts):
 
 
 def logprobs(model, hidden, targets):
-    return head_logprobs(model, hidden, targets, torch.ones(len(targets)), None)
+    return head_outputs(model, hidden, targets, torch.ones(len(targets)), None).logprobs
 
 
 @settings(max_examples=15, deadline=None)

@@ -14,7 +14,7 @@ from fathom.core.records.trajectory import KeptSets
 from fathom.model import logprobs
 from fathom.model.distribution.kept_sets import kept_sets
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs, head_outputs, token_entropies, token_logprobs
+from fathom.model.logprobs import head_outputs, token_entropies, token_logprobs
 
 torch.set_num_threads(1)
 
@@ -90,8 +90,10 @@ def test_a_bf16_head_gives_the_log_softmax_of_its_logits_in_float32():
     tokens = torch.arange(8)
     expected = torch.log_softmax(model.logits(hidden).double(), dim=1)[torch.arange(8), tokens]
     with torch.no_grad():
-        together = head_logprobs(model, hidden, tokens, ones(8), None)
-        alone = torch.cat([head_logprobs(model, hidden[i : i + 1], tokens[i : i + 1], ones(1), None) for i in range(8)])
+        together = head_outputs(model, hidden, tokens, ones(8), None).logprobs
+        alone = torch.cat(
+            [head_outputs(model, hidden[i : i + 1], tokens[i : i + 1], ones(1), None).logprobs for i in range(8)]
+        )
     torch.testing.assert_close(together.double(), expected.detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(together, alone, atol=0.05, rtol=0)  # a product of one row may round bf16 logits apart
     assert bool((together <= 0).all())
@@ -105,7 +107,7 @@ def test_blocks_change_neither_values_nor_gradients(kept):
 
     def run(block_bytes):
         hidden.grad = None
-        got = head_logprobs(model, hidden, tokens, temperature, kept, block_bytes=block_bytes)
+        got = head_outputs(model, hidden, tokens, temperature, kept, block_bytes=block_bytes).logprobs
         (got * torch.arange(1.0, 8.0)).sum().backward()
         assert hidden.grad is not None
         return got.detach(), hidden.grad
@@ -115,7 +117,7 @@ def test_blocks_change_neither_values_nor_gradients(kept):
         for left, right in zip(whole, run(rows * VOCAB * 4), strict=True):
             torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
     assert bool((whole[1].abs().sum(dim=1) > 0)[[0, 1, 3, 4, 6]].all())
-    assert head_logprobs(model, hidden[:0], tokens[:0], temperature[:0], None).shape == (0,)
+    assert head_outputs(model, hidden[:0], tokens[:0], temperature[:0], None).logprobs.shape == (0,)
 
 
 @pytest.mark.parametrize("vocab", [3, 128, 300])
@@ -204,10 +206,13 @@ def test_entropies_by_blocks_are_those_of_all_at_once(block_bytes):
     gradients = []
     for size in (block_bytes, 2**30):
         leaf = hidden.clone().requires_grad_()
-        logprobs, entropies = head_outputs(model, leaf, tokens, temperature, None, block_bytes=size)
-        (logprobs.sum() + 2 * entropies.sum()).backward()
+        found = head_outputs(model, leaf, tokens, temperature, None, with_entropies=True, block_bytes=size)
+        assert found.entropies is not None
+        (found.logprobs.sum() + 2 * found.entropies.sum()).backward()
         gradients.append(leaf.grad)
-        torch.testing.assert_close(entropies, token_entropies(model.logits(leaf), temperature, None))
-        torch.testing.assert_close(logprobs, head_logprobs(model, leaf, tokens, temperature, None))
+        torch.testing.assert_close(found.entropies, token_entropies(model.logits(leaf), temperature, None))
+        torch.testing.assert_close(found.logprobs, head_outputs(model, leaf, tokens, temperature, None).logprobs)
     torch.testing.assert_close(gradients[0], gradients[1])
-    assert head_outputs(model, hidden[:0], tokens[:0], temperature[:0], None)[1].shape == (0,)
+    none = head_outputs(model, hidden[:0], tokens[:0], temperature[:0], None, with_entropies=True)
+    assert none.entropies is not None
+    assert none.entropies.shape == (0,)

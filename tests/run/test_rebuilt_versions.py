@@ -19,7 +19,7 @@ from fathom.ledger.reader import LedgerReader
 from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 from fathom.sync.follow.version_folder import version_in
 
 STEPS, BACK = 9, 7
@@ -43,7 +43,7 @@ def recomputed(model: LanguageModel, branch: TokenBranch) -> np.ndarray:
     temperature = np.concatenate(
         [np.full(turn.end - turn.start, turn.sampling.temperature, np.float32) for turn in branch.turns]
     )
-    return head_logprobs(model, hidden[at - 1], ids[at], torch.from_numpy(temperature), branch.kept).numpy()
+    return head_outputs(model, hidden[at - 1], ids[at], torch.from_numpy(temperature), branch.kept).logprobs.numpy()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fathom.model.aligned import align
 from fathom.model.attention import PackedAttention
 from fathom.model.kernels.cpu_attention import PAGE_TOKENS
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 from fathom.trainer.backends.packed import PackedRows
 from fathom.trainer.backends.prefixes import segments_of
 from fathom.trainer.backends.row_hidden import hidden_before_loss
@@ -74,7 +74,7 @@ def test_every_token_has_its_equal_in_the_same_context_and_no_page_is_computed_t
 def outputs(model, packed, *, share):
     hidden = hidden_before_loss(model, packed, share_prefixes=share)
     targets = torch.from_numpy(packed.targets)
-    return head_logprobs(model, hidden, targets, torch.from_numpy(packed.temperature), None)
+    return head_outputs(model, hidden, targets, torch.from_numpy(packed.temperature), None).logprobs
 
 
 def gradient(model, values, packed, *, share):

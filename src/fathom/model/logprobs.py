@@ -87,22 +87,14 @@ def _chosen(scaled: Tensor, token_ids: Tensor, kept: KeptSets | None) -> Tensor:
     return found
 
 
-def head_logprobs(
-    model: LanguageModel,
-    hidden: Tensor,
-    token_ids: Tensor,
-    temperature: Tensor,
-    kept: KeptSets | None,
-    bias: TokenBias | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> Tensor:
-    """`token_logprobs` of hidden states [N, H], without ever holding logits of all N tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutputs:
+    """What the head tells of N tokens."""
 
-    Blocks of rows are computed one by one. When there are many of them and a gradient is needed, their logits are not
-    kept but computed again in the backward.
-    """
-    logprobs, _ = _by_blocks(model, hidden, token_ids, temperature, kept, bias, block_bytes, with_entropies=False)
-    return logprobs
+    logprobs: Tensor
+    """float32 [N]: `token_logprobs`."""
+    entropies: Tensor | None
+    """float32 [N]: `token_entropies`. None: not asked for."""
 
 
 def head_outputs(
@@ -112,25 +104,15 @@ def head_outputs(
     temperature: Tensor,
     kept: KeptSets | None,
     bias: TokenBias | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` and `token_entropies` of hidden states [N, H], by blocks as in `head_logprobs`."""
-    logprobs, found = _by_blocks(model, hidden, token_ids, temperature, kept, bias, block_bytes, with_entropies=True)
-    assert found is not None, "they were asked for"
-    return logprobs, found
-
-
-def _by_blocks(
-    model: LanguageModel,
-    hidden: Tensor,
-    token_ids: Tensor,
-    temperature: Tensor,
-    kept: KeptSets | None,
-    bias: TokenBias | None,
-    block_bytes: int,
     *,
-    with_entropies: bool,
-) -> tuple[Tensor, Tensor | None]:
+    with_entropies: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+) -> HeadOutputs:
+    """`token_logprobs`, and `token_entropies` if asked for, of hidden states [N, H].
+
+    Never are logits of all N tokens held: blocks of rows are computed one by one. When there are many of them and a
+    gradient is needed, their logits are not kept but computed again in the backward.
+    """
     rows = max(1, block_bytes // (4 * model.shape.vocab_size))
     recompute = torch.is_grad_enabled() and len(hidden) > _KEPT_BLOCKS * rows
     head = _head_with_entropies if with_entropies else _head_block
@@ -145,7 +127,7 @@ def _by_blocks(
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     if not columns:
         columns = [hidden.new_zeros(0, dtype=torch.float32)] * (2 if with_entropies else 1)
-    return columns[0], columns[1] if with_entropies else None
+    return HeadOutputs(logprobs=columns[0], entropies=columns[1] if with_entropies else None)
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor, bias: TokenBias | None) -> Tensor:

@@ -22,7 +22,7 @@ from fathom.core.ports.engine import Engine
 from fathom.core.records.row import row_of_text
 from fathom.model.attention import PackedAttention
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.embedded.process import EmbeddedSpec
 from fathom.rollout.engines.registry import LAUNCHERS, Launcher
@@ -139,7 +139,7 @@ def _score(model: LanguageModel, text: np.ndarray) -> np.ndarray:
         ids = torch.from_numpy(text.astype(np.int64))
         hidden = model.hidden(ids, torch.arange(len(text)), PackedAttention([len(text)]))
         temperature = torch.from_numpy(row.temperature)
-        return head_logprobs(model, hidden[row.positions - 1], ids[row.positions], temperature, None).numpy()
+        return head_outputs(model, hidden[row.positions - 1], ids[row.positions], temperature, None).logprobs.numpy()
 
 
 def _made_tiny(name: str, model: TeacherModel, seed: int, folder: RunFolder) -> Path:

@@ -18,7 +18,7 @@ from fathom.core.errors import CheckpointError, ConfigError
 from fathom.model.aligned import align
 from fathom.model.id_logprobs import head_id_logprobs
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs, head_outputs
+from fathom.model.logprobs import head_outputs
 from fathom.model.lora.merging import MergedWeights
 from fathom.model.lora.peft_config import read_config
 from fathom.model.lora.peft_folder import read_tensors, write_adapter
@@ -221,17 +221,15 @@ class TorchBackend:
         chosen, kept, bias, ids = self._chosen_hidden(rows, routing), rows.kept, rows.bias, None
         if rows.compared is not None:
             ids = head_id_logprobs(self._model, chosen, temperature, kept, bias, rows.compared).cpu()
-        if not entropy:
-            logprobs = head_logprobs(self._model, chosen, targets, temperature, kept, bias)
-            return TokenOutputs(logprobs=logprobs.cpu(), ids=ids)
-        logprobs, entropies = head_outputs(self._model, chosen, targets, temperature, kept, bias)
-        return TokenOutputs(logprobs=logprobs.cpu(), ids=ids, entropy=entropies.cpu())
+        found = head_outputs(self._model, chosen, targets, temperature, kept, bias, with_entropies=entropy)
+        entropies = None if found.entropies is None else found.entropies.cpu()
+        return TokenOutputs(logprobs=found.logprobs.cpu(), ids=ids, entropy=entropies)
 
     def _forward(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """float32 [N] on the device; the head is computed for tokens with loss alone."""
         targets, temperature = self._tensor(rows.targets), self._tensor(rows.temperature)
         chosen = self._chosen_hidden(rows, routing)
-        return head_logprobs(self._model, chosen, targets, temperature, rows.kept, rows.bias)
+        return head_outputs(self._model, chosen, targets, temperature, rows.kept, rows.bias).logprobs
 
     def _chosen_hidden(self, rows: PackedRows, routing: Routing | None) -> Tensor:
         """[N, H]: the hidden states before the tokens with loss."""

@@ -15,7 +15,7 @@ from fathom.core.ports.engine import ScoreRequest
 from fathom.model.attention import AttentionPlan, PackedAttention
 from fathom.model.id_logprobs import head_id_logprobs, head_likeliest
 from fathom.model.language_model import LanguageModel
-from fathom.model.logprobs import head_logprobs
+from fathom.model.logprobs import head_outputs
 from fathom.model.paged_attention import PAGE_TOKENS, KvPages
 from fathom.model.routing import Routing
 from fathom.rollout.engines.embedded.server.decode.forward import Batch, Scores
@@ -78,7 +78,7 @@ class ModelForward:
         targets = torch.from_numpy(request.token_ids[request.positions].astype(np.int64)).to(hidden.device)
         temperature = torch.from_numpy(request.temperature).to(hidden.device)
         states, kept, bias = hidden[before], request.kept, request.bias
-        scored = head_logprobs(self._model, states, targets, temperature, kept, bias)
+        scored = head_outputs(self._model, states, targets, temperature, kept, bias).logprobs
         top = head_likeliest(self._model, states, temperature, kept, bias, request.top) if request.top else None
         others = None
         if request.others is not None:
