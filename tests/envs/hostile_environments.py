@@ -120,4 +120,5 @@ if __name__ == "__main__":
             print(int(worker.total), flush=True)  # type: ignore[union-attr]
             await busy
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in a shell's background ignores it
     asyncio.run(main())
