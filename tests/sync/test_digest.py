@@ -159,6 +159,30 @@ def test_messages_list_a_few_names():
     assert few([*"abcdefg"]) == "['a', 'b', 'c', 'd', 'e'] and 2 more"
 
 
+def test_bytes_are_copied_whatever_the_form_on_the_other_side():
+    source = torch.randn(3, 4).bfloat16()
+    into = torch.zeros(64, dtype=torch.uint8)
+    copy_bytes(source, into[8:32])
+    assert torch.equal(into[8:32], source.view(-1).view(torch.uint8))
+    assert not into[:8].any()
+    assert not into[32:].any(), "its neighbours are untouched"
+    copy_bytes(torch.zeros(0), torch.zeros(0, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("source", "into", "why"),
+    [
+        (torch.ones(8), torch.ones(7), "32 bytes cannot be copied into 28"),
+        (torch.ones(1), torch.ones(7), "4 bytes cannot be copied into 28"),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), "contiguous"),
+        (torch.ones(3, 2), torch.ones(2, 3).t(), "contiguous"),
+    ],
+)
+def test_bytes_are_not_copied_where_they_do_not_belong(source, into, why):
+    with pytest.raises(ValueError, match=why):
+        copy_bytes(source, into)
+
+
 def test_copying_much_leaves_no_team_of_threads_behind():
     """Another team would make every parallel region of the process slower (`copy_bytes`)."""
     source, into = torch.ones(20_000_000, dtype=torch.uint8), torch.zeros(20_000_000, dtype=torch.uint8)

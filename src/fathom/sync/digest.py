@@ -8,6 +8,7 @@ byte, name, shape, element type or format, and does not depend on the order in w
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +46,12 @@ _ALIGNMENT_BYTES = 64
 _TASK_BYTES, _LARGE_BYTES = 1 << 20, 1 << 26
 """A thread hashes so much at a time, because handing over costs too; all together hash a large one, which takes 0.1 ms
 to begin."""
+
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_READ = 0x100
+"""`PyBUF_READ`."""
 
 
 def digest(tensors: Mapping[str, Tensor], *, formats: Mapping[str, TensorFormat] = _PLAIN, threads: int = 1) -> str:
@@ -87,18 +94,22 @@ def copy_bytes(source: Tensor, into: Tensor) -> None:
 
     On CPUs without torch: in whichever thread torch copies much, it leaves a second team of OpenMP threads behind, and
     from then on all of the process's teams sleep between their regions instead of spinning, so that a decode step with
-    two threads takes half as long again.
+    two threads takes half as long again. And straight from address to address: an adapter has hundreds of small
+    tensors, and views of both would take several times as long as their bytes.
     """
-    if source.device.type == into.device.type == "cpu":
-        byte_view(into).numpy()[:] = byte_view(source).numpy()
-    else:
+    if not source.device.type == into.device.type == "cpu":
         byte_view(into).copy_(byte_view(source))
+        return
+    _require_contiguous(source)
+    _require_contiguous(into)
+    if source.nbytes != into.nbytes:
+        raise ValueError(f"{source.nbytes} bytes cannot be copied into {into.nbytes}; give tensors of the same size")
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as uint8 [size_bytes], shared with it."""
-    if not tensor.is_contiguous():
-        raise ValueError("only a contiguous tensor has its bytes in order; call .contiguous() first")
+    _require_contiguous(tensor)
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -203,8 +214,8 @@ def _on_host(tensors: Sequence[Tensor], threads: int) -> list[str]:
 
     def hash_task(task: Sequence[int], threads: int = 1) -> None:
         for index in task:
-            content = byte_view(tensors[index].contiguous()).numpy().data
-            found[index] = blake3(content, max_threads=threads).hexdigest()
+            tensor = tensors[index].contiguous()  # named, so that it outlives the look at its memory
+            found[index] = blake3(_content(tensor), max_threads=threads).hexdigest()
 
     if threads == 1:
         hash_task(range(len(tensors)))
@@ -214,6 +225,16 @@ def _on_host(tensors: Sequence[Tensor], threads: int) -> list[str]:
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
         list(pool.map(hash_task, tasks))
     return found
+
+
+def _content(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, good for as long as the tensor lives."""
+    return _memory_at(tensor.data_ptr(), tensor.nbytes, _READ) if tensor.numel() else memoryview(b"")
+
+
+def _require_contiguous(tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError("only a contiguous tensor has its bytes in order; call .contiguous() first")
 
 
 def _tasks(sizes: Sequence[int]) -> tuple[list[int], list[list[int]]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fathom.core.errors import DeliveryError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, SharedMemorySource
-from fathom.sync.digest import copy_bytes, shaped
+from fathom.sync.digest import copy_bytes
 from fathom.sync.transports.reception import Reception
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -41,19 +41,13 @@ class SharedTransport:
 
     def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into a free file, in the manifest's layout."""
-        for name, place in self.room(manifest).items():
-            copy_bytes(tensors[name].detach().contiguous(), place)
-
-    def room(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Hold a version whose bytes are not here yet: tensors in a free file, for the caller to overwrite."""
         last = manifest.tensors[-1]
         buffer = self._free_buffer(last.offset + last.size_bytes)
         buffer.version = manifest.version
         memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
-        return {
-            entry.name: shaped(memory[entry.offset : entry.offset + entry.size_bytes], entry)
-            for entry in manifest.tensors
-        }
+        for entry in manifest.tensors:
+            place = memory[entry.offset : entry.offset + entry.size_bytes]
+            copy_bytes(tensors[entry.name].detach().contiguous(), place)
 
     def offer(self, version: PolicyVersion, engines: Sequence[EngineId]) -> SharedMemorySource:
         """The file."""
