@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RDMA_LIBRARIES := libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200
+WORKERS ?= 2
 EXTRAS := dev,reasoning-gym,parquet,gymnasium,mcp,gguf,adam8bit,plot,tensorboard
 
 # Two small processes share the machine: more threads than cores would only wait for each other.
@@ -27,7 +28,7 @@ test: install
 	@command -v bwrap > /dev/null || { test $$(id -u) = 0 && apt-get update -qq \
 		&& apt-get install -y -qq --no-install-recommends bubblewrap; } \
 		|| echo "Sandboxes are not tested: install bubblewrap with your package manager"
-	$(BIN)/pytest -m "not slow and not vllm and not p2p"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not vllm and not p2p"
 
 test-slow: install
 	$(BIN)/pytest -m slow --timeout=1800
