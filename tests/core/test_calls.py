@@ -15,8 +15,6 @@ def branch(
     turns: list[tuple[int, int]],
     parent: int | None = None,
     shared: int = 0,
-    versions: list[int] | None = None,
-    kv_versions: list[int] | None = None,
 ) -> TokenBranch:
     """Turns as (start, end)."""
     total = turns[-1][1]
@@ -33,8 +31,8 @@ def branch(
         sampled=sampled,
         loss_mask=loss,
         logprobs=np.zeros(count, np.float32),
-        policy_version=np.array(versions or [0] * count, np.int32),
-        kv_version=np.array(kv_versions or versions or [0] * count, np.int32),
+        policy_version=np.zeros(count, np.int32),
+        kv_version=np.zeros(count, np.int32),
         turns=tuple(
             Turn(
                 start=start,
@@ -61,7 +59,6 @@ def test_the_bound_of_a_conversation_is_the_worked_one() -> None:
     turns = [(1000, 1200), (1350, 1650), (1800, 1900), (2000, 2050)]
     calls = TokenPayload(versions=(policy(0),), branches=(branch(turns),)).calls
     assert [call.known_tokens for call in calls] == [0, 1200, 1650, 1900]
-    assert [call.fresh_tokens for call in calls] == [0, 1200, 1650, 1900]
     sent = sum(call.turn.start for call in calls)
     assert sum(call.known_tokens for call in calls) / sent == pytest.approx(0.772357723577)
 
@@ -75,26 +72,6 @@ def test_a_call_of_two_branches_is_one_and_a_branch_knows_what_it_shares() -> No
     )
     calls = TokenPayload(versions=(policy(0),), branches=branches).calls
     assert [(call.turn.start, call.known_tokens) for call in calls] == [(4, 0), (8, 6), (10, 6), (4, 4), (5, 0)]
-
-
-def test_what_an_update_made_stale_is_known_and_not_fresh() -> None:
-    """Four calls of two tokens: an update before the second, one in the middle of the third."""
-    turns = [(4, 6), (8, 10), (12, 14), (16, 18)]
-    versions, kv_versions = [0, 0, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 2, 2]
-    made = branch(turns, versions=versions, kv_versions=kv_versions)
-    calls = TokenPayload(versions=tuple(policy(number) for number in range(3)), branches=(made,)).calls
-    assert [call.known_tokens for call in calls] == [0, 6, 10, 14]
-    assert [call.fresh_tokens for call in calls] == [0, 0, 10, 0]
-
-
-def test_a_prompt_asked_again_under_another_version_is_not_fresh() -> None:
-    branches = (
-        branch([(4, 6)], versions=[0, 0]),
-        branch([(4, 6)], parent=0, shared=4, versions=[0, 0]),
-        branch([(4, 6)], parent=0, shared=4, versions=[1, 1]),
-    )
-    calls = TokenPayload(versions=(policy(0), policy(1)), branches=branches).calls
-    assert [(call.known_tokens, call.fresh_tokens) for call in calls] == [(0, 0), (4, 4), (4, 0)]
 
 
 def test_nothing_asked_is_no_call() -> None:

@@ -126,8 +126,9 @@ def test_it_trains_and_evaluates(tmp_path: Path, model: Path, engine: str, stale
             require_exported(reader, end.trajectory, Words(tokenizer_of(result.folder)))
     assert summary.turns is not None
     assert summary.turns.turns.mean > 1
-    assert 0 <= summary.turns.hit_rate.measured <= 1
-    assert 0 < summary.turns.hit_rate.bound < 1
+    rate = summary.turns.hit_rate
+    assert 0 <= rate.measured <= rate.bound < 1
+    assert 0 < rate.own_turns <= rate.bound
     assert [point.ungraded for point in summary.evaluations] == [0, 0]
     assert traced
 

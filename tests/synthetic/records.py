@@ -138,7 +138,6 @@ def ended(record: Trajectory, arrival_age: int | None = 0, turns: int = 1) -> Tr
         drafted_tokens=8,
         accepted_tokens=6,
         turns=turns,
-        fresh_tokens=0,
     )
 
 

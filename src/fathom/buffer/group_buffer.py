@@ -156,7 +156,6 @@ class GroupBuffer:
             accepted_tokens=sum(call.turn.accepted_tokens for call in calls),
             turns=len(calls),
             known_tokens=sum(call.known_tokens for call in calls),
-            fresh_tokens=sum(call.fresh_tokens for call in calls),
             ungraded=header.reward.cause if isinstance(header.reward, Ungraded) else "",
         )
         complete = len(running.ended) == len(running.started.members)

@@ -65,9 +65,6 @@ class TrajectoryEnded(msgspec.Struct, frozen=True, tag="trajectory_ended.1"):
     """Its calls."""
     known_tokens: int = 0
     """Prompt tokens that an earlier call of its own had computed: what a perfect prefix cache of its own would give."""
-    fresh_tokens: int | None = None
-    """Of those, tokens whose KV was of the version that the call began under: what is left of that once updates of the
-    weights have emptied the cache. None: its ledger is older than this field."""
     ungraded: str = ""
     """Cause for which it has no reward. Empty: it has one, or its ledger is older than this field."""
 

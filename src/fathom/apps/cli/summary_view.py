@@ -213,8 +213,8 @@ def _turns(summary: RunSummary, turns: TurnsSummary) -> RenderableType:
     rate = turns.hit_rate
     table.add_row(
         "prefix cache",
-        f"{rate.measured:.1%} of the tokens sent; {rate.bound:.1%} were known from a trajectory's own turns"
-        + (f", {rate.bound_at_updates:.1%} under one version" if rate.bound_at_updates is not None else ""),
+        f"{rate.measured:.1%} of the tokens sent; at best {rate.bound:.1%}; "
+        f"{rate.own_turns:.1%} were known from a trajectory's own turns",
     )
     if len(turns.steps) > 1:
         rates = [point.hit_rate.measured for point in turns.steps]

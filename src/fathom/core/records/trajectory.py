@@ -173,9 +173,6 @@ class Call:
     known_tokens: int
     """Leading tokens of its prompt that an earlier call had computed: its own branch's turn before it, prompt and
     answer, or what it shares with the branch that it left."""
-    fresh_tokens: int
-    """`known_tokens` if all their KV was of the version that this call began under, else 0: the first token of a
-    context is its oldest, and without it nothing behind it can be used."""
 
 
 class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
@@ -207,16 +204,12 @@ class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
         """Every generation call once."""
         found: list[Call] = []
         for branch in self.branches:
-            known, done = 0, 0  # tokens of the turn before, prompt and answer; sampled tokens before this one
-            left = self.branches[branch.parent] if branch.parent is not None else branch
+            known = 0  # tokens of the turn before, prompt and answer
             for turn in branch.turns:
                 if turn.start >= branch.shared_prefix:
-                    behind = branch.kv_version[done - 1 : done] if done else left.kv_version[:1]
-                    began = branch.policy_version[done : done + turn.end - turn.start][:1]
                     known = max(known, min(branch.shared_prefix, turn.start))
-                    fresh = known if not len(began) or np.array_equal(behind, began) else 0
-                    found.append(Call(turn=turn, known_tokens=known, fresh_tokens=fresh))
-                known, done = turn.end, done + turn.end - turn.start
+                    found.append(Call(turn=turn, known_tokens=known))
+                known = turn.end
         return tuple(found)
 
     @property

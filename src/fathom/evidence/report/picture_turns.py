@@ -50,10 +50,9 @@ def _hit_rate(axes: Axes, steps: Sequence[StepTurns]) -> None:
     axes.set_title("tokens sent that a prefix cache served")
     numbers = [step.number for step in steps]
     rates = [step.hit_rate for step in steps]
-    updates = [math.nan if rate.bound_at_updates is None else rate.bound_at_updates for rate in rates]
-    axes.plot(numbers, [rate.bound for rate in rates], color=GREY, linewidth=1.0, label="known from own turns")
-    axes.plot(numbers, updates, color=ORANGE, linewidth=1.0, linestyle="--", label="of these, under one version")
+    axes.plot(numbers, [rate.own_turns for rate in rates], color=GREY, linewidth=1.0, label="known from own turns")
     axes.plot(numbers, [rate.measured for rate in rates], color=BLUE, linewidth=1.4, label="measured")
+    axes.plot(numbers, [rate.bound for rate in rates], color=ORANGE, linewidth=1.0, linestyle="--", label="at best")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(0, 1)
     axes.legend(loc="best")

@@ -11,6 +11,7 @@ from fathom.evidence.report.books_summary import fortunes, summarise_books
 from fathom.evidence.report.engines import engine_lives
 from fathom.evidence.report.paired import PairedDifference, paired_difference
 from fathom.evidence.report.pooling import pool, pool_routes
+from fathom.evidence.report.prefix_bound import known_at_best
 from fathom.evidence.report.run_summary import (
     AgeCount,
     EvaluationPoint,
@@ -22,7 +23,7 @@ from fathom.evidence.report.run_summary import (
     Throughput,
 )
 from fathom.evidence.report.teaching import summarise_teaching
-from fathom.evidence.report.turns import summarise_turns
+from fathom.evidence.report.turns import TurnsSummary, asks_often, summarise_turns
 from fathom.evidence.run_state import state_of
 from fathom.evidence.worst import judge_norms
 from fathom.ledger.entries import Recorded
@@ -90,7 +91,7 @@ def summarise(reader: LedgerReader) -> RunSummary:
         in_flight=tuple(
             (entry.at_s - started, entry.event.in_flight_trajectories) for entry in reader.events(LoopSampled)
         ),
-        turns=summarise_turns(ends, steps),
+        turns=_turns(reader, ends, steps),
         ungraded=tuple(Counter(end.event.ungraded for end in ends if end.event.ungraded).most_common()),
         engines=engine_lives(reader),
         faults=_faults(reader),
@@ -115,6 +116,16 @@ def _point(step: Recorded[StepTaken], started: float) -> StepPoint:
         kv_age_max=max((kv_age for _, kv_age, _ in counts), default=None),
         mismatch=event.mismatch,
         explained_variance=event.metrics.explained_variance,
+    )
+
+
+def _turns(
+    reader: LedgerReader, ends: list[Recorded[TrajectoryEnded]], steps: list[Recorded[StepTaken]]
+) -> TurnsSummary | None:
+    if not asks_often(ends):
+        return None  # and the records of its trajectories need not be read
+    return summarise_turns(
+        ends, steps, known_at_best(reader.trajectory(end.event.trajectory).trajectory for end in ends)
     )
 
 

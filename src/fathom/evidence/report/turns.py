@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fathom.core.ids import TrajectoryId
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import StepTaken, TrajectoryEnded
 
@@ -39,11 +40,9 @@ class HitRate:
     measured: float
     """Tokens that were served from it."""
     bound: float
-    """The same, had each turn found all that the turn before it was sent and sampled, and nothing else. Trajectories
-    that share a prompt may do better; pages that are not full, engines that change and updates do worse."""
-    bound_at_updates: float | None
-    """`bound`, without what was computed under another version than the call began under: an update empties the cache,
-    unless prefixes are reused with tags. None: the ledger is older than this figure."""
+    """What caches without limits would have served at best, emptied at updates (`known_at_best`)."""
+    own_turns: float
+    """What earlier calls of the same trajectory had computed, under whatever version and on whatever engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,48 +77,58 @@ class TurnsSummary:
     """Over the steps, those left out before which nothing ended."""
 
 
+def asks_often(ends: Sequence[Recorded[TrajectoryEnded]]) -> bool:
+    """Some trajectory has several turns."""
+    return any(end.event.turns > 1 for end in ends)
+
+
 def summarise_turns(
-    ends: Sequence[Recorded[TrajectoryEnded]], steps: Sequence[Recorded[StepTaken]]
-) -> TurnsSummary | None:
-    """Both in the order of the history. None: all trajectories are single-turn, or there are none."""
+    ends: Sequence[Recorded[TrajectoryEnded]],
+    steps: Sequence[Recorded[StepTaken]],
+    known: Mapping[TrajectoryId, int],
+) -> TurnsSummary:
+    """Sum up a run of which `asks_often` is true.
+
+    Args:
+        ends: in the order of the history.
+        steps: too.
+        known: prompt tokens that were known at best, of each trajectory that ended (`known_at_best`).
+    """
     asked = [end for end in ends if end.event.turns]
     events = [end.event for end in asked]
-    if all(event.turns == 1 for event in events):
-        return None
     seqs = [end.seq for end in asked]
     points: list[StepTurns] = []
     first = 0
     for step in steps:
         last = bisect_left(seqs, step.seq)
         if part := events[first:last]:
-            points.append(_point(step.event.number, part))
+            points.append(_point(step.event.number, part, known))
         first = last
     return TurnsSummary(
         trajectories=len(events),
         turns=_spread([event.turns for event in events]),
         prompt_tokens=_spread([event.prompt_tokens for event in events]),
         sampled_tokens=_spread([event.sampled_tokens for event in events]),
-        hit_rate=_hit_rate(events),
+        hit_rate=_hit_rate(events, known),
         steps=tuple(points),
     )
 
 
-def _point(number: int, ends: Sequence[TrajectoryEnded]) -> StepTurns:
+def _point(number: int, ends: Sequence[TrajectoryEnded], known: Mapping[TrajectoryId, int]) -> StepTurns:
     return StepTurns(
         number=number,
         trajectories=len(ends),
         turns_mean=sum(end.turns for end in ends) / len(ends),
-        hit_rate=_hit_rate(ends),
+        hit_rate=_hit_rate(ends, known),
     )
 
 
-def _hit_rate(ends: Sequence[TrajectoryEnded]) -> HitRate:
+def _hit_rate(ends: Sequence[TrajectoryEnded], known: Mapping[TrajectoryId, int]) -> HitRate:
     prompt = sum(end.prompt_tokens for end in ends) or 1
-    fresh = [end.fresh_tokens for end in ends if end.fresh_tokens is not None]
     return HitRate(
         measured=sum(end.cached_tokens for end in ends) / prompt,
-        bound=sum(end.known_tokens for end in ends) / prompt,
-        bound_at_updates=sum(fresh) / prompt if len(fresh) == len(ends) else None,
+        bound=sum(known[end.trajectory] for end in ends) / prompt,
+        own_turns=sum(end.known_tokens for end in ends) / prompt,
     )
 
 
