@@ -11,7 +11,6 @@ ends all of them; when the keeper dies, the kernel kills the workers, whatever t
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import pickle
@@ -20,12 +19,12 @@ import select
 import signal
 import socket
 import struct
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+from fathom.envs.nursery.offspring import adopt_orphans, children, die_with, end, end_strays, outlive
 
 READY = b"ready"
 ORDER = struct.Struct("!?Q")
@@ -36,8 +35,6 @@ Serve = Callable[[Any, socket.socket], None]
 Warm = Callable[[], None]
 """Loads what every worker would otherwise load for itself."""
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _DETAIL_CHARS = 2000
 _LOOK_S = 2.0
 
@@ -57,8 +54,8 @@ def keep(
         serve: what workers do.
         warm: done once, before the first worker. None: nothing is to be done.
     """
-    _die_with(parent)
-    _adopt_orphans()
+    die_with(parent)
+    adopt_orphans()
     for request_to_stop in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group: the run decides
         signal.signal(request_to_stop, signal.SIG_IGN)
     try:
@@ -68,12 +65,12 @@ def keep(
     except Exception as error:  # noqa: BLE001  # user code may fail in any way; the run turns the text into an error
         control.sendall(describe(error).encode(errors="replace"))
         return
-    own = _children()  # what the environment started when it was loaded
+    own = children()  # what the environment started when it was loaded
     try:
         control.sendall(READY)
     except BrokenPipeError:  # the run gave up while this started
         return
-    _outlive()
+    outlive()
     gc.collect()
     gc.freeze()  # a worker that collects would copy every page of what it shares with this process
     workers: dict[int, int] = {}
@@ -83,11 +80,11 @@ def keep(
             if begins:
                 workers[number] = _fork(environment, line, control, memory_bytes, serve)
             elif number in workers:
-                _end(workers.pop(number))
-                _end_strays(own | set(workers.values()))
+                end(workers.pop(number))
+                end_strays(own | set(workers.values()))
     for worker in workers.values():
-        _end(worker)
-    _end_strays(set())
+        end(worker)
+    end_strays(set())
 
 
 def describe(error: BaseException) -> str:
@@ -118,8 +115,8 @@ def _fork(environment: Any, line: socket.socket, control: socket.socket, memory_
             os.setpgid(worker, worker)
         return worker
     try:
-        _die_with(keeper)
-        _adopt_orphans()
+        die_with(keeper)
+        adopt_orphans()
         os.setpgid(0, 0)  # what a worker starts is in its group and ends with it
         control.close()
         _limit_memory(memory_bytes)
@@ -134,58 +131,3 @@ def _limit_memory(size_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
-
-
-def _end(worker: int) -> None:
-    """End a worker and its group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)
-    os.waitpid(worker, 0)
-
-
-def _end_strays(others: set[int]) -> None:
-    """End what a worker that ended has left behind in other groups: it is a child of this process now."""
-    while strays := _children() - others:
-        for stray in strays:
-            with suppress(ProcessLookupError):
-                os.kill(stray, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(stray, 0)
-
-
-def _children() -> set[int]:
-    """Direct children of this process, ended ones that nobody waited for included."""
-    me, found = os.getpid(), set[int]()
-    if sys.platform != "linux":
-        return found
-    with suppress(FileNotFoundError):  # a kernel without it, or a thread that ended just now: look at every process
-        lists = [thread / "children" for thread in Path("/proc/self/task").iterdir()]
-        return {int(child) for each in lists for child in each.read_text().split()}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]) == me:
-                    found.add(int(entry.name))
-    return found
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (strictly: the thread of it that started us) ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _outlive() -> None:
-    """The run's death is heard of on the control socket, and there are workers to end first."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-
-
-def _adopt_orphans() -> None:
-    """What loses its parent below this process becomes its child, and not init's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

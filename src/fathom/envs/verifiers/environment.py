@@ -13,7 +13,7 @@ from fathom.core.ids import TaskId
 from fathom.core.ports.agent import AgentEpisode, Endpoint, Transcript
 from fathom.core.ports.environment import Task
 from fathom.core.records.trajectory import Graded
-from fathom.envs.verifiers.program import VERSION, Finished, Player, PlayerError, list_tasks
+from fathom.envs.verifiers.program import VERSION, Finished, Player, PlayerError, Players, list_tasks
 
 _LIMITS = frozenset(
     {"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed", "agent_timeout"}
@@ -75,6 +75,7 @@ class VerifiersEnvironment:
         }
         most = options.eval_size + options.size
         keys = list_tasks(options.python, options.variables, self._env, most, options.load_timeout_s).keys
+        self._players = Players(options.python, options.variables, self._env, len(keys))
         if len(keys) <= options.eval_size:
             raise DataError(
                 f"taskset {options.taskset} has {len(keys)} tasks, and the first {options.eval_size} (eval_size) are "
@@ -96,16 +97,25 @@ class VerifiersEnvironment:
 
     def episode(self, task: Task) -> AgentEpisode:
         """A new attempt."""
-        return _Episode(self._options, self._env, task)
+        return _Episode(self._options, self._players, task)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_players"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        options = self._options
+        self._players = Players(options.python, options.variables, self._env, len(self._eval) + len(self._train))
+        self._players.start()  # where episodes are forked from, so that none waits for what another has loaded
 
 
 @final
 class _Episode:
     """An `AgentEpisode`. verifiers scores by itself at the end of acting; `grade` says what it found."""
 
-    def __init__(self, options: VerifiersOptions, env: dict[str, Any], task: Task) -> None:
+    def __init__(self, options: VerifiersOptions, players: Players, task: Task) -> None:
         self._options = options
-        self._env = env
+        self._players = players
         self._task = task
         self._player: Player | None = None
         self._finished: Finished | None = None
@@ -113,8 +123,7 @@ class _Episode:
 
     async def boot(self) -> None:
         position = int(self._task.id.rpartition("/")[2])
-        options = self._options
-        self._player = await Player.start(options.python, options.variables, self._env, position, self._task.answer)
+        self._player = await Player.start(self._players, position, self._task.answer)
 
     async def act(self, endpoint: Endpoint) -> None:
         """Raises CutShortError: a limit of verifiers' ended it. PlayerError: verifiers ended."""

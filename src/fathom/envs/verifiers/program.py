@@ -1,16 +1,18 @@
 """verifiers as a program. Its pins (`mcp`, `openai`) are not ours, so it runs in a Python environment of its own.
 
-In that environment runs `player.py`, which is asked and answers in lines of JSON.
+In that environment runs `player.py`, which is asked and answers in lines of JSON. Loading verifiers takes
+seconds, so it is loaded once, and a player is forked for each episode.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import socket
 import subprocess
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -66,21 +68,38 @@ def list_tasks(
     Raises:
         ConfigError: there is no verifiers, or it refuses the taskset or its options.
     """
-    request = msgspec.json.encode({"do": "tasks", "env": env, "most": most}) + b"\n"
-    try:
-        done = subprocess.run(
-            _command(python), input=request, env=_environment(python, variables), capture_output=True, timeout=timeout_s
-        )
-    except OSError as error:
-        raise ConfigError(f"task.options.python: {python} cannot be started: {error}; make one: {INSTALL}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"the tasks were not listed within {timeout_s:g} s (task.options.load_timeout_s)") from error
-    if done.returncode != 0:
-        wrote = done.stderr[-_TAIL_BYTES:].decode(errors="replace").strip()
+    with tempfile.TemporaryFile() as printed:
+        try:
+            process = subprocess.Popen(
+                _command(python),
+                env=_environment(python, variables),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"task.options.python: {python} cannot be started: {error}; make one: {INSTALL}"
+            ) from error
+        order = msgspec.json.encode({"do": "tasks", "env": env, "most": most}) + b"\n"
+        with process:
+            try:
+                answer, _ = process.communicate(order, timeout_s)
+            except subprocess.TimeoutExpired as error:
+                raise ConfigError(
+                    f"the tasks were not listed within {timeout_s:g} s; raise task.options.load_timeout_s. It wrote: "
+                    f"{_tail(printed)}"
+                ) from error
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        wrote = _tail(printed)
+    if process.returncode != 0:
         if "No module named 'verifiers" in wrote:
             raise ConfigError(f"task.options.python: {python} has no verifiers; make an environment: {INSTALL}")
         raise ConfigError(f"verifiers refuses the taskset or its options; it wrote: {wrote}")
-    listed = msgspec.json.decode(done.stdout, type=Listed)
+    listed = msgspec.json.decode(answer, type=Listed)
     if listed.version != VERSION:
         raise ConfigError(
             f"task.options.python: {python} has verifiers {listed.version}, and {VERSION} is needed; make an "
@@ -90,40 +109,105 @@ def list_tasks(
 
 
 @final
-class Player:
-    """The program of one episode."""
+class Players:
+    """verifiers with a taskset, loaded once in a process from which a player is forked for each episode.
 
-    def __init__(self, process: Process, wrote: IO[bytes]) -> None:
+    It is started by `start`, or by the first episode that finds none: one whose process has died starts another.
+    """
+
+    def __init__(self, python: str, variables: Mapping[str, str], env: Mapping[str, Any], most: int) -> None:
+        """Nothing starts yet. `most`: tasks that are loaded."""
+        self._python = python
+        self._variables = variables
+        self._env = env
+        self._most = most
+        self._door: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed: IO[bytes] | None = None
+
+    @property
+    def wrote(self) -> str:
+        """The last that it wrote while it was loaded."""
+        return _tail(self._printed) if self._printed is not None else ""
+
+    def start(self) -> None:
+        """Start, and do not wait. The process ends with the one that starts it.
+
+        Raises:
+            PlayerError: the interpreter cannot be started.
+        """
+        self._door, theirs = socket.socketpair()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # read as long as this lives
+        order = {"do": "play", "env": self._env, "most": self._most, "parent": os.getpid(), "door": theirs.fileno()}
+        with theirs, tempfile.TemporaryFile() as asked:
+            asked.write(msgspec.json.encode(order) + b"\n")
+            asked.seek(0)
+            try:
+                self._process = subprocess.Popen(
+                    _command(self._python),
+                    env=_environment(self._python, self._variables),
+                    stdin=asked,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._printed,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise PlayerError(f"{self._python} cannot be started: {error}") from error
+
+    def order(self, line: socket.socket, printed: IO[bytes], receipt: socket.socket) -> None:
+        """A player that is asked on `line`, prints into a file, and is gone when `receipt` is closed. As `start`."""
+        for _ in range(2):
+            if self._door is not None:
+                with suppress(OSError):
+                    socket.send_fds(self._door, [b"."], [line.fileno(), printed.fileno(), receipt.fileno()])
+                    return
+            self.start()
+        raise PlayerError(f"verifiers ended as soon as it was started; it wrote: {self.wrote or 'nothing'}")
+
+
+@final
+class Player:
+    """The process of one episode."""
+
+    def __init__(
+        self,
+        players: Players,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        printed: IO[bytes],
+        receipt: socket.socket,
+    ) -> None:
         """Use `start`."""
-        self._process = process
-        self._wrote = wrote
+        self._players = players
+        self._reader = reader
+        self._writer = writer
+        self._printed = printed
+        self._receipt = receipt
 
     @classmethod
-    async def start(
-        cls, python: str, variables: Mapping[str, str], env: Mapping[str, Any], position: int, key: str
-    ) -> Player:
-        """Start it and wait until the task is loaded. Cancelled, it is ended.
+    async def start(cls, players: Players, position: int, key: str) -> Player:
+        """Have it forked and wait until the task is there. Cancelled, it is ended.
 
         Raises:
             PlayerError: it has no such task, or fails.
         """
-        wrote = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the player
+        line, its_line = socket.socketpair()
+        receipt, its_receipt = socket.socketpair()
+        receipt.setblocking(False)
+        printed = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the player
         try:
-            process = await asyncio.create_subprocess_exec(
-                *_command(python),
-                env=_environment(python, variables),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=wrote,
-                limit=_LINE_BYTES,
-                start_new_session=True,
-            )
-        except OSError as error:
-            wrote.close()
-            raise PlayerError(f"{python} cannot be started: {error}") from error
-        player = cls(process, wrote)
+            with its_line, its_receipt:
+                players.order(its_line, printed, its_receipt)
+            reader, writer = await asyncio.open_unix_connection(sock=line, limit=_LINE_BYTES)
+            player = cls(players, reader, writer, printed, receipt)
+        except BaseException:
+            for opened in (line, receipt, printed):
+                opened.close()
+            raise
         try:
-            await player._ask({"do": "play", "env": env, "position": position, "key": key})
+            memory = resource.getrlimit(resource.RLIMIT_DATA)
+            await player._ask({"position": position, "key": key, "memory": memory})
         except BaseException:
             await player.close()
             raise
@@ -135,32 +219,37 @@ class Player:
 
     async def close(self) -> None:
         """End it: it is asked to take down what it started, then killed. Safe to call twice."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _TIDY_S)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        self._wrote.close()
+        if self._printed.closed:
+            return
+        with suppress(OSError):
+            self._writer.write_eof()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gone(), _TIDY_S)
+        self._writer.close()
+        await self._gone()
+        self._receipt.close()
+        self._printed.close()
+
+    async def _gone(self) -> None:
+        with suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_recv(self._receipt, 1)
 
     async def _ask(self, request: Mapping[str, Any]) -> bytes:
-        assert self._process.stdin is not None, "a pipe"
-        assert self._process.stdout is not None, "a pipe"
         with suppress(ConnectionError):
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-            await self._process.stdin.drain()
-        line = await self._process.stdout.readline()
+            self._writer.write(msgspec.json.encode(request) + b"\n")
+            await self._writer.drain()
+        line = b""
+        with suppress(ConnectionError):
+            line = await self._reader.readline()
         if not line:
-            code = await self._process.wait()
-            raise PlayerError(f"verifiers ended with code {code}; it wrote: {self._tail()}")
+            wrote = _tail(self._printed) or self._players.wrote or "nothing"
+            raise PlayerError(f"verifiers ended; it wrote: {wrote}")
         return line
 
-    def _tail(self) -> str:
-        size = self._wrote.seek(0, os.SEEK_END)
-        text = os.pread(self._wrote.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
-        return text or "nothing"
+
+def _tail(printed: IO[bytes]) -> str:
+    size = os.fstat(printed.fileno()).st_size
+    return os.pread(printed.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
 
 
 def _command(python: str) -> list[str]:
