@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from fathom.core.errors import LedgerError
 from fathom.core.records.step import MaskReason
 from fathom.evidence.report.summary import summarise
-from fathom.evidence.worst import ANOMALOUS_RATIO, judge_norms, worst_steps
+from fathom.evidence.worst import ANOMALOUS_RATIO, judge_norms, worst_steps, worst_tuning_steps
 from fathom.ledger.events import StepTaken
 from fathom.ledger.reader import LedgerReader
+from fathom.ledger.tuning_events import SupervisedStepped
 from synthetic.history import History, config
 from synthetic.records import outcome, step
 
@@ -139,3 +141,51 @@ def test_token_advantages_count_where_they_are_recorded(tmp_path: Path) -> None:
         first, second = worst.parts
         assert first.share == pytest.approx(6 / (6 + 0.5 * tokens[1]))
         assert (first.advantage, second.advantage) == (0.0, 0.5)
+
+
+def test_a_step_that_no_advantage_moved_has_no_shares(tmp_path: Path) -> None:
+    """Ids compared with a teacher, the task's reward not trained on."""
+    history = History(tmp_path)
+    history.open(config())
+    history.publish(0)
+    rows = [msgspec.structs.replace(outcome(record), advantage=0.0) for record in history.group(0)]
+    history.writer.append_step(taken(1, 1.0), tuple(rows))
+    history.writer.commit()
+    history.writer.close()
+    with LedgerReader(tmp_path) as reader:
+        (worst,) = worst_steps(reader, 1)
+        assert [part.share for part in worst.parts] == [None, None]
+
+
+def tuned(number: int, norm: float, *, non_finite: int = 0) -> SupervisedStepped:
+    return SupervisedStepped(
+        number=number,
+        epoch=number // 8,
+        samples=(number, number + 100),
+        loss=1.0,
+        tokens=10,
+        non_finite=non_finite,
+        forward_tokens=20,
+        grad_norm=norm,
+        lr=1e-3,
+        step_s=0.1,
+        weights_digest="0" * 64,
+        nll=1.0,
+    )
+
+
+def test_a_run_that_tunes_names_the_samples_behind_a_spike(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.open(config())
+    with LedgerReader(tmp_path) as reader, pytest.raises(LedgerError, match="no step has been taken yet"):
+        worst_tuning_steps(reader, 1)
+    for number in range(1, 15):
+        history.writer.append(tuned(number, 20.0 if number == 12 else 1.0, non_finite=int(number == 5)))
+    history.writer.commit()
+    history.writer.close()
+    with LedgerReader(tmp_path) as reader:
+        refused, spike, usual = worst_tuning_steps(reader, 3)
+    assert (refused.norm.step, refused.norm.non_finite_tokens, refused.anomalous) == (5, 1, False)
+    assert (spike.norm.step, spike.anomalous, spike.epoch, spike.samples) == (12, True, 1, (12, 112))
+    assert spike.norm.ratio == pytest.approx(20)
+    assert not usual.anomalous

@@ -172,6 +172,10 @@ def test_commands_start_resume_and_refuse(data, tmp_path):
     assert CliRunner().invoke(app, ["sft", str(file)]).exit_code == 0
     again = CliRunner().invoke(app, ["resume", "cli", "--runs-dir", str(tmp_path)])
     assert again.exit_code == 0, again.output
+    worst = CliRunner().invoke(app, ["trace", "cli", "--runs-dir", str(tmp_path), "--worst", "1", "--limit", "2"])
+    assert "places of its samples among those trained on" in worst.output
+    with pytest.raises(ConfigError, match="has no trajectories: give --worst N"):
+        CliRunner().invoke(app, ["trace", "cli", "--runs-dir", str(tmp_path)], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"unknown option trainer\.stps; did you mean trainer.steps"):
         CliRunner().invoke(app, ["sft", str(file), "trainer.stps=3"], catch_exceptions=False)
     file.write_text('kind = "dpo"\nname = "x"\n')

@@ -120,8 +120,25 @@ def test_without_the_tasks_reward_a_teacher_that_agrees_teaches_nothing(folder) 
         rows = [replace(row, logprobs=lp) for row, lp in zip(rows, own, strict=True)]
         outcome = step_on(trainer, [replace(row, teacher=scores(row)) for row in rows])
         norms.append(outcome.metrics.grad_norm)
-        assert [row.advantage == 0 for row in outcome.rows] == [not task_reward] * 3
+        assert [abs(row.advantage) < 1e-5 for row in outcome.rows] == [not task_reward] * 3
     assert norms[0] < 1e-5 < 1e-3 < norms[1]
+
+
+@pytest.mark.parametrize("task_reward", [False, True])
+def test_the_advantages_recorded_are_those_trained(folder, task_reward) -> None:
+    trainer, _ = trainer_of(folder, config_of(task_reward=task_reward, coefficient=0.5))
+    first, second, third = rows_of_three()
+    rows = [replace(row, teacher=scores(row, shift=1.0)) for row in (first, second)]
+    own = trainer.logprobs(rows)
+    outcome = step_on(trainer, [*rows, third], [1.0, 0.0, 0.0])
+    spread = np.std([1.0, 0.0, 0.0], ddof=1) + 1e-6
+    bases = [value / spread if task_reward else 0.0 for value in (2 / 3, -1 / 3, -1 / 3)]
+    for row, told, logprobs, base in zip(rows, outcome.rows, own, bases, strict=False):
+        np.testing.assert_allclose(told.advantages, base - 0.5 * (logprobs - row.teacher.logprobs), rtol=1e-4)
+        assert told.advantage == pytest.approx(told.advantages.mean(), rel=1e-5)
+    removed = outcome.rows[2]
+    assert removed.advantages is None, "no teacher has scored it"
+    assert removed.advantage == pytest.approx(bases[2])
 
 
 def test_the_whole_vocabulary_is_learned_by_heart(folder) -> None:

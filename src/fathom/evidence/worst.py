@@ -3,7 +3,10 @@
 The norm of a step (before clipping) is compared with those of the steps just before it: with their median, and by the
 robust z of its logarithm, log norm - median, over 1.4826 times the median absolute deviation. The part of a trajectory
 is its share of the step's sum of |weight x advantage| over the tokens in the gradient: what it could move, whatever its
-own gradient is.
+own gradient is. Ids that are compared with a teacher, a KL and an entropy in the loss move weights without an advantage
+and are in no share.
+
+A run that tunes has samples in place of trajectories.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from fathom.core.ids import TaskId, TrajectoryId
 from fathom.core.records.step import MaskReason, RowOutcome
 from fathom.ledger.events import StepTaken
 from fathom.ledger.reader import LedgerReader
+from fathom.ledger.tuning_events import PreferenceStepped, SupervisedStepped, TuningStepped
 
 WINDOW = 50
 """Steps before one that it is compared with."""
@@ -51,7 +55,7 @@ class NormJudged:
     robust_z: float | None
     """Robust z of its logarithm. None: there is no median, or a norm is 0."""
     non_finite_tokens: int
-    """Tokens refused for a log-probability that is not finite."""
+    """Tokens (pairs, where those are trained) refused for a log-probability that is not finite."""
     why_not: str
     """Why the weights did not change. Empty: they did."""
 
@@ -77,8 +81,8 @@ class Part:
     """Its reward. None: ungraded."""
     advantage: float
     """Mean advantage over its tokens with loss."""
-    share: float
-    """Share of the step's sum of |weight x advantage|; 0 where that is 0."""
+    share: float | None
+    """Share of the step's sum of |weight x advantage|. None: that is 0, and something else moved the weights."""
     tokens: int
     """Its tokens in the gradient."""
     non_finite: int
@@ -101,18 +105,31 @@ class WorstStep:
     """Those with refused tokens first, then by share, largest first."""
 
 
-def judge_norms(steps: Sequence[StepTaken]) -> list[NormJudged]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstTuningStep:
+    """A step of a run that tunes, and what it trained on."""
+
+    norm: NormJudged
+    """Its norm."""
+    anomalous: bool
+    """The norm is out of the ordinary."""
+    epoch: int
+    """Pass over the samples, from 0."""
+    samples: tuple[int, ...]
+    """Places of its samples among those trained on, from 0."""
+
+
+def judge_norms(steps: Sequence[StepTaken] | Sequence[TuningStepped]) -> list[NormJudged]:
     """The norms of steps in the order they were taken. Steps without a token in the gradient are left out."""
     before: deque[float] = deque(maxlen=WINDOW)
     judged: list[NormJudged] = []
-    for step in steps:
-        norm = step.metrics.grad_norm
-        if step.metrics.tokens:
+    for step in map(_told, steps):
+        if step.tokens:
             judged.append(_judge(step, list(before)))
-        elif step.metrics.non_finite_tokens:
+        elif step.non_finite:
             judged.append(_judge(step, []))
-        if step.metrics.tokens and math.isfinite(norm):
-            before.append(norm)
+        if step.tokens and math.isfinite(step.norm):
+            before.append(step.norm)
     return judged
 
 
@@ -124,7 +141,7 @@ def worst_steps(reader: LedgerReader, count: int, *, parts: int = 3) -> list[Wor
     """
     entries = {entry.event.number: entry for entry in reader.events(StepTaken)}
     if not entries:
-        raise LedgerError("no step has been taken yet")
+        raise LedgerError("no step has been taken yet; look again when the run has taken one")
     judged = judge_norms([entry.event for entry in entries.values()])
     ranked = sorted(judged, key=_badness, reverse=True)[:count]
     return [
@@ -133,16 +150,55 @@ def worst_steps(reader: LedgerReader, count: int, *, parts: int = 3) -> list[Wor
     ]
 
 
-def _judge(step: StepTaken, before: list[float]) -> NormJudged:
-    norm = step.metrics.grad_norm
+def worst_tuning_steps(reader: LedgerReader, count: int) -> list[WorstTuningStep]:
+    """The same of a run that tunes. Raises LedgerError before the first step."""
+    recorded = reader.events(SupervisedStepped) or reader.events(PreferenceStepped)
+    steps = {entry.event.number: entry.event for entry in recorded}
+    if not steps:
+        raise LedgerError("no step has been taken yet; look again when the run has taken one")
+    ranked = sorted(judge_norms(list(steps.values())), key=_badness, reverse=True)[:count]
+    return [
+        WorstTuningStep(
+            norm=norm, anomalous=norm.anomalous, epoch=steps[norm.step].epoch, samples=steps[norm.step].samples
+        )
+        for norm in ranked
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a step tells of its gradient, whatever was trained."""
+
+    number: int
+    norm: float
+    tokens: int
+    non_finite: int
+    why_not: str
+
+
+def _told(step: StepTaken | TuningStepped) -> _Told:
+    if isinstance(step, TuningStepped):
+        tokens, refused = step.tokens, step.non_finite
+        return _Told(number=step.number, norm=step.grad_norm, tokens=tokens, non_finite=refused, why_not="")
+    metrics = step.metrics
+    return _Told(
+        number=step.number,
+        norm=metrics.grad_norm,
+        tokens=metrics.tokens,
+        non_finite=metrics.non_finite_tokens,
+        why_not=step.why_not,
+    )
+
+
+def _judge(step: _Told, before: list[float]) -> NormJudged:
     middle = median(before) if len(before) >= FEWEST else None
     return NormJudged(
         step=step.number,
-        grad_norm=norm,
+        grad_norm=step.norm,
         median=middle,
-        ratio=norm / middle if middle else None,
-        robust_z=_robust_z(norm, before) if middle else None,
-        non_finite_tokens=step.metrics.non_finite_tokens,
+        ratio=step.norm / middle if middle else None,
+        robust_z=_robust_z(step.norm, before) if middle else None,
+        non_finite_tokens=step.non_finite,
         why_not=step.why_not,
     )
 
@@ -171,12 +227,12 @@ def _parts(reader: LedgerReader, seq: int, count: int) -> tuple[Part, ...]:
     chosen = sorted(by_trajectory, key=lambda name: (refused[name], masses[name]), reverse=True)[:count]
     total = sum(masses.values())
     return tuple(
-        _part(reader, name, by_trajectory[name], masses[name] / total if total else 0.0, refused[name])
+        _part(reader, name, by_trajectory[name], masses[name] / total if total else None, refused[name])
         for name in chosen
     )
 
 
-def _part(reader: LedgerReader, name: TrajectoryId, rows: list[RowOutcome], share: float, refused: int) -> Part:
+def _part(reader: LedgerReader, name: TrajectoryId, rows: list[RowOutcome], share: float | None, refused: int) -> Part:
     stored = reader.trajectory(name)
     branches = stored.trajectory.payload.branches
     ratios: list[np.ndarray] = []

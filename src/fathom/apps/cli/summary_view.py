@@ -15,6 +15,7 @@ from fathom.evidence.report.run_summary import RunSummary
 from fathom.evidence.report.teaching import TeachingSummary
 from fathom.evidence.report.turns import Spread, TurnsSummary
 from fathom.evidence.runs import RunListing
+from fathom.evidence.worst import NormJudged
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
@@ -58,6 +59,12 @@ def curve(values: Sequence[float], width: int = _CURVE_WIDTH) -> str:
     return "".join(_BARS[min(int((mean - low) / span * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
+def unusual_steps(norms: Sequence[NormJudged]) -> str:
+    """Steps with a gradient out of the ordinary, at least one, as a sentence."""
+    named = ", ".join(f"{norm.step} ({norm.grad_norm:.3g})" for norm in norms[-_UNUSUAL_SHOWN:])
+    return f"unusual in {len(norms)} steps, the last ones {named}: fathom trace --worst 5"
+
+
 def _header(run: RunListing, summary: RunSummary) -> RenderableType:
     table = _facts(run.name)
     resumed = f", resumed {summary.incarnations - 1} times" if summary.incarnations > 1 else ""
@@ -79,10 +86,7 @@ def _header(run: RunListing, summary: RunSummary) -> RenderableType:
             "explained", f"{explained[0]:.2f} {curve(explained)} {explained[-1]:.2f} (of returns, by the critic)"
         )
     if summary.unusual:
-        named = ", ".join(f"{norm.step} ({norm.grad_norm:.3g})" for norm in summary.unusual[-_UNUSUAL_SHOWN:])
-        table.add_row(
-            "gradient", f"unusual in {len(summary.unusual)} steps, the last ones {named}: fathom trace --worst 5"
-        )
+        table.add_row("gradient", unusual_steps(summary.unusual))
     ages = [point.age_mean for point in summary.steps if point.age_mean is not None]
     if ages:
         largest = max(point.age_max or 0 for point in summary.steps)

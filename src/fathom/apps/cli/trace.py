@@ -17,7 +17,8 @@ from fathom.core.errors import ConfigError
 from fathom.core.ids import TrajectoryId
 from fathom.evidence.runs import find_run, ledger_of, tokenizer_of
 from fathom.evidence.trace import BranchTrace, TokenTrace, trace_step, trace_trajectory
-from fathom.evidence.worst import WorstStep, worst_steps
+from fathom.evidence.tuning.summary import is_tuning
+from fathom.evidence.worst import NormJudged, WorstStep, WorstTuningStep, worst_steps, worst_tuning_steps
 from fathom.ledger.reader import LedgerReader
 from fathom.text.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ Worst = Annotated[
         "--worst", min=1, metavar="N", help="the N steps with the most unusual gradients, and what is behind them"
     ),
 ]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="rows to show of a step")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="rows, trajectories or samples to show of a step")]
 
 
 def trace(
@@ -49,11 +50,18 @@ def trace(
     if sum(given is not None for given in (step, trajectory, worst)) > 1:
         raise ConfigError("give one of --step, --trajectory and --worst")
     folder = find_run(run, runs_dir)
-    if worst is not None:
-        with LedgerReader(ledger_of(folder)) as reader:
-            _show_worst(worst_steps(reader, worst, parts=limit), as_json=as_json)
-        return
     with LedgerReader(ledger_of(folder)) as reader:
+        if is_tuning(reader):
+            if worst is None:
+                raise ConfigError(
+                    f"{folder.name} trained on rows of files and has no trajectories: give --worst N, or look at it "
+                    "with fathom show"
+                )
+            _show_worst_tuning(worst_tuning_steps(reader, worst), limit, as_json=as_json)
+            return
+        if worst is not None:
+            _show_worst(worst_steps(reader, worst, parts=limit), as_json=as_json)
+            return
         if trajectory is not None:
             branches = trace_trajectory(reader, TrajectoryId(trajectory))
             header = None if branches else reader.trajectory(TrajectoryId(trajectory)).trajectory.header
@@ -77,7 +85,7 @@ def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
         return
     console = Console()
     for step in steps:
-        console.print(_norm(step))
+        console.print(_norm(step.norm))
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("trajectory", no_wrap=True)  # to be copied
         for column in ("share", "reward", "advantage", "tokens", "refused", "log ratio", "weight"):
@@ -85,7 +93,7 @@ def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
         for part in step.parts:
             table.add_row(
                 part.trajectory,
-                f"{part.share:.1%}",
+                "-" if part.share is None else f"{part.share:.1%}",
                 "-" if part.reward is None else f"{part.reward:g}",
                 f"{part.advantage:+.3f}",
                 str(part.tokens),
@@ -97,16 +105,28 @@ def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
         console.print()
 
 
-def _norm(step: WorstStep) -> Text:
-    norm = step.norm
+def _show_worst_tuning(steps: Sequence[WorstTuningStep], limit: int, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(steps)))
+        return
+    console = Console()
+    for step in steps:
+        console.print(_norm(step.norm))
+        named, more = ", ".join(map(str, step.samples[:limit])), len(step.samples) - limit
+        aside = f" and {more} more (--limit)" if more > 0 else ""
+        console.print(f"epoch {step.epoch}, places of its samples among those trained on: {named}{aside}")
+        console.print()
+
+
+def _norm(norm: NormJudged) -> Text:
     line = Text(f"step {norm.step}", style="bold")
-    line.append(f", gradient {norm.grad_norm:.4g}", style="red" if step.anomalous else "")
+    line.append(f", gradient {norm.grad_norm:.4g}", style="red" if norm.anomalous else "")
     if norm.ratio is not None:
         line.append(f", {norm.ratio:.2f} times the median of those before")
     if norm.robust_z is not None:
         line.append(f" (robust z {norm.robust_z:+.1f})")
     if norm.non_finite_tokens:
-        line.append(f", {norm.non_finite_tokens} tokens refused as not finite", style="red")
+        line.append(f", {norm.non_finite_tokens} refused as not finite", style="red")
     return line.append(f"; {norm.why_not}" if norm.why_not else "")
 
 

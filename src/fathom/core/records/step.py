@@ -152,7 +152,8 @@ class RowOutcome(msgspec.Struct, frozen=True, tag="row_outcome.1"):
     """int16 [N]: layers in which the trainer's choice for the input before the token differs from the recorded one.
     None: the row has no routes."""
     advantages: np.ndarray | None = None
-    """float32 [N]: advantages of the tokens. None: all have the trajectory's."""
+    """float32 [N]: advantages of the tokens, what a teacher says of the sampled one included. None: all have the
+    trajectory's."""
     reference_logprobs: np.ndarray | None = None
     """float32 [N]: the reference's log-probabilities (`StepOutcome.reference`). None: none were taken."""
 

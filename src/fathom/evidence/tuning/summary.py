@@ -8,6 +8,7 @@ from fathom.evidence.contracts.audit import AuditReport
 from fathom.evidence.contracts.check import Check, Examiner
 from fathom.evidence.report.paired import PairedDifference, paired_difference
 from fathom.evidence.run_state import RunState, state_of
+from fathom.evidence.worst import NormJudged, judge_norms
 from fathom.ledger.entries import Recorded
 from fathom.ledger.events import IncarnationOpened, WarmStartStepped
 from fathom.ledger.reader import LedgerReader
@@ -62,6 +63,8 @@ class TuningSummary:
     """Held-out conversations, scored."""
     preference_evaluations: tuple[PreferenceEvaluated, ...]
     """Held-out pairs, scored."""
+    unusual: tuple[NormJudged, ...]
+    """Steps whose gradient norm was out of the ordinary (`fathom trace --worst`)."""
     differences: tuple[tuple[str, PairedDifference], ...]
     """After - before of what was measured on the same held-out samples, by name."""
     epochs: tuple[EpochCount, ...]
@@ -103,6 +106,7 @@ def summarise_tuning(reader: LedgerReader) -> TuningSummary:
         preference=preference,
         supervised_evaluations=conversations,
         preference_evaluations=pairs,
+        unusual=tuple(norm for norm in judge_norms(steps) if norm.anomalous),
         differences=(*_of_conversations(conversations), *_of_pairs(pairs)),
         epochs=_epochs(steps, prepared.event.samples),
         books=_books(steps, prepared.event),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -12,9 +13,11 @@ from fathom.config.distillation import DistillationConfig
 from fathom.config.families import DistillationForm
 from fathom.core.records.row import Row
 from fathom.core.records.scores import DistillationMetrics
+from fathom.core.records.step import RowOutcome, StepOutcome
 from fathom.trainer.loop.candidate import Candidate
 from fathom.trainer.objective.distillation import ComparedTokens, TaughtTokens
 from fathom.trainer.objective.objective import LossSums
+from fathom.trainer.objective.plan import IN_GRADIENT
 
 
 def is_taught(row: Row, config: DistillationConfig) -> bool:
@@ -65,12 +68,31 @@ def _joined_offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
 
 
-def distillation_metrics(
-    config: DistillationConfig | None, candidates: Sequence[Candidate], sums: LossSums
-) -> DistillationMetrics | None:
-    """The numbers of a step over these rows. None: there are no teachers."""
+def with_distillation(
+    config: DistillationConfig | None, candidates: Sequence[Candidate], sums: LossSums, outcome: StepOutcome
+) -> StepOutcome:
+    """The record of a step over these rows, with what was learned from teachers. Without teachers, as it is."""
     if config is None:
-        return None
+        return outcome
+    rows = outcome.rows
+    if config.form is DistillationForm.SAMPLED_TOKEN:
+        rows = tuple(_as_trained(config, *each) for each in zip(candidates, rows, strict=True))
+    return msgspec.structs.replace(outcome, distillation=_metrics(config, candidates, sums), rows=rows)
+
+
+def _as_trained(config: DistillationConfig, candidate: Candidate, row: RowOutcome) -> RowOutcome:
+    """With the advantages that the loss has seen: of tokens in the gradient, those of the teacher included."""
+    trained = row.mask_codes == IN_GRADIENT
+    scores = candidate.row.teacher
+    if scores is None or not trained.any():
+        return row
+    advantages = np.array(candidate.token_advantages, np.float32)
+    taken_off = config.coefficient * (row.trainer_logprobs[trained] - scores.logprobs[trained])
+    advantages[trained] -= taken_off.astype(np.float32)
+    return msgspec.structs.replace(row, advantages=advantages, advantage=float(advantages.mean(dtype=np.float64)))
+
+
+def _metrics(config: DistillationConfig, candidates: Sequence[Candidate], sums: LossSums) -> DistillationMetrics:
     asked = sum(candidate.num_loss_tokens for candidate in candidates)
     scored = sum(candidate.num_loss_tokens for candidate in candidates if candidate.taught)
     tokens = max(1, sums.tokens)

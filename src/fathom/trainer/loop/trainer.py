@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from fathom.trainer.loop.credit import joined, with_credit
 from fathom.trainer.loop.outcome import step_outcome
 from fathom.trainer.loop.packing import micro_batches, mini_batches
 from fathom.trainer.loop.tally import Tally, row_places
-from fathom.trainer.loop.taught import distillation_metrics, taught_tokens, with_teachers
+from fathom.trainer.loop.taught import taught_tokens, with_distillation, with_teachers
 from fathom.trainer.objective.credit.assign import by_token
 from fathom.trainer.objective.credit.value_loss import ValueSums, value_micro_batch_loss
 from fathom.trainer.objective.objective import LossSums, micro_batch_loss
@@ -168,8 +167,7 @@ class Trainer:
             reference=self._reference,
             step_s=time.perf_counter() - started,
         )
-        metrics = distillation_metrics(self._distillation, candidates, tally.sums)
-        return msgspec.structs.replace(outcome, distillation=metrics)
+        return with_distillation(self._distillation, candidates, tally.sums, outcome)
 
     def _update(self, tally: Tally, version: int) -> tuple[Update | None, Update | None]:
         """What policy and critic did. The critic steps only where the policy's step counts."""

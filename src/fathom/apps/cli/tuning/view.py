@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fathom.apps.cli.summary_view import curve
+from fathom.apps.cli.summary_view import curve, unusual_steps
 from fathom.evidence.runs import RunListing
 from fathom.evidence.tuning.summary import TuningSummary
 
@@ -52,6 +52,8 @@ def _header(run: RunListing, summary: TuningSummary) -> RenderableType:
     margins = [step.margin for step in summary.preference]
     if margins:
         table.add_row("margin", f"{margins[0]:+.3f} {curve(margins)} {margins[-1]:+.3f}")
+    if summary.unusual:
+        table.add_row("gradient", unusual_steps(summary.unusual))
     if summary.model is not None:
         table.add_row("model", f"{summary.model.path}, weights {summary.model.weights_digest[:16]}")
     return table
