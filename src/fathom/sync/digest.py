@@ -102,9 +102,10 @@ def copy_bytes(source: Tensor, into: Tensor) -> None:
         return
     _require_contiguous(source)
     _require_contiguous(into)
-    if source.nbytes != into.nbytes:
-        raise ValueError(f"{source.nbytes} bytes cannot be copied into {into.nbytes}; give tensors of the same size")
-    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
+    size_bytes = source.nbytes
+    if size_bytes != into.nbytes:
+        raise ValueError(f"{size_bytes} bytes cannot be copied into {into.nbytes}; give tensors of the same size")
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), size_bytes)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -134,11 +135,11 @@ def layout(
     """
     entries: list[TensorEntry] = []
     offset = 0
-    ordered = {name: tensors[name].detach() for name in sorted(tensors)}
+    ordered = {name: tensors[name] for name in sorted(tensors)}
     dtypes = {name: dtype_name(name, tensor) for name, tensor in ordered.items()}
     hashes = checksums(list(ordered.values()), threads=threads)
     for (name, tensor), found in zip(ordered.items(), hashes, strict=True):
-        size_bytes = tensor.numel() * tensor.element_size()
+        size_bytes = tensor.nbytes
         entries.append(
             TensorEntry(
                 name=name,

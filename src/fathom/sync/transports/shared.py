@@ -47,7 +47,7 @@ class SharedTransport:
         memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
         for entry in manifest.tensors:
             place = memory[entry.offset : entry.offset + entry.size_bytes]
-            copy_bytes(tensors[entry.name].detach().contiguous(), place)
+            copy_bytes(tensors[entry.name].contiguous(), place)
 
     def offer(self, version: PolicyVersion, engines: Sequence[EngineId]) -> SharedMemorySource:
         """The file."""
