@@ -57,6 +57,7 @@ def test_whatever_is_said_before_the_last_one_counts(numbers: list[int], between
 def test_names_are_whole_words() -> None:
     assert read_action(ActionForm.NAME, "upside down", ["up", "down"], Numbers()) == 1
     assert read_action(ActionForm.NAME, "upside", ["up", "down"], Numbers()) is None
+    assert read_action(ActionForm.NAME, "\u017fouth", ["north", "south"], Numbers()) == 1, "a long s is one of case s"
     assert read_action(ActionForm.TEXT, "  go on \n", (), Numbers()) == "go on"
 
 

@@ -15,6 +15,7 @@ from fathom.core.ports.agent import Acting, Played, Transcript
 from fathom.core.records.message import Role
 from fathom.core.records.trajectory import Graded, Ungraded
 from fathom.envs.agents import AgentProcesses
+from fathom.envs.judging.scripted_judge import JudgeReply, ScriptedJudge
 from fathom.envs.registry import build_environment
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
@@ -68,6 +69,28 @@ def test_the_tools_are_called_and_the_last_answer_is_graded(loop, processes):
     assert (played.acting, played.detail, played.fault) == (Acting.ENDED, "", "")
     told = [message.content for message in transcript.messages if message.role is Role.TOOL]
     assert told == ["a is 4", "b is 5", "9"]
+
+
+def test_a_judge_may_grade_the_last_answer(loop, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Add 4 and 5 by the tools."}\n')
+    with ScriptedJudge(JudgeReply(text="0.5"), JudgeReply(text="fine")) as judge:
+        rows = {
+            "path": str(tmp_path / "rows.jsonl"),
+            "grader": "judge",
+            "judge": {"base_url": judge.base_url, "model": "any"},
+        }
+        environment = build_environment(
+            "mcp", {"rows": rows, "server": {"command": [sys.executable, str(SERVER), MARK]}}
+        )
+        made = AgentProcesses(environment, LimitsConfig(boot_s=100.0))
+        loop.run_until_complete(made.start())
+        judged, _ = play(loop, (made, environment.tasks()[0]), "9$")
+        not_judged, _ = play(loop, (made, environment.tasks()[0]), "9$")
+        loop.run_until_complete(made.close())
+    assert isinstance(judged.reward, Graded), judged
+    assert judged.reward.components == {"judge": 0.5}
+    assert isinstance(not_judged.reward, Ungraded)
+    assert not_judged.reward.cause == "judge_unreadable"
 
 
 def test_a_server_that_dies_on_the_way_gives_no_reward(loop, processes):

@@ -45,13 +45,14 @@ def test_it_ends_when_no_tool_is_called_and_its_history_is_one_branch():
     [
         ("~halve~{}^$", "error: there is no tool 'halve'; there are: double"),
         ("~double~{n^$", "error: the arguments are not JSON"),
+        pytest.param(f"~double~{'[' * 1500}^$", "error: the arguments are not JSON", id="deep"),
         ("~double~3^$", "error: the arguments are not a JSON object"),
         ("~double~{}^$", "error: KeyError: 'n'"),
     ],
 )
 def test_a_mistake_is_told_to_the_model(call, answer):
     with serving(call, "well$") as served:
-        conversation = talk(served, served.open())
+        conversation = talk(served, served.open(max_context_tokens=10_000, max_new_tokens=2000))
     assert told(conversation)[0].startswith(answer)
     assert conversation[-1]["content"] == "well"
 

@@ -125,7 +125,7 @@ async def _run(tools: Mapping[str, AsyncTool], function: Mapping[str, str]) -> s
         return f"error: there is no tool {function['name']!r}; there are: {', '.join(tools)}"
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"error: the arguments are not JSON: {error}"
     if not isinstance(arguments, dict):
         return "error: the arguments are not a JSON object"

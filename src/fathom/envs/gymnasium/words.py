@@ -63,10 +63,11 @@ def read_action(form: ActionForm, answer: str, names: Sequence[str], world: Worl
             action = int(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None
             return action if action is not None and cast(SpacedWorld, world).action_space.contains(action) else None
         case ActionForm.NAME:
-            written = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-            found = re.findall(rf"(?<!\w)(?:{written})(?!\w)", answer, re.IGNORECASE)
-            lowered = [name.lower() for name in names]
-            return lowered.index(found[-1].lower()) if found else None
+            by_length = sorted(range(len(names)), key=lambda place: len(names[place]), reverse=True)
+            written = "|".join(f"({re.escape(names[place])})" for place in by_length)
+            found = list(re.finditer(rf"(?<!\w)(?:{written})(?!\w)", answer, re.IGNORECASE))
+            place = found[-1].lastindex if found else None
+            return by_length[place - 1] if place else None
 
 
 def no_action(form: ActionForm, names: Sequence[str]) -> str:

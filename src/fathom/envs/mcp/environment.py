@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import final
 
@@ -91,7 +92,8 @@ class _Episode:
             raise UngradedError("tool_server_died", self._server.lost)
         last = transcript.messages[-1:]
         answered = bool(last) and last[0].role is Role.ASSISTANT and not last[0].tool_calls
-        return self._rows.grade(self._task, last[0].content if answered else "")
+        said = last[0].content if answered else ""
+        return await asyncio.to_thread(self._rows.grade, self._task, said)  # a judge is asked in a loop of its own
 
     async def close(self) -> None:
         if self._server is not None:
