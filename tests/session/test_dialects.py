@@ -220,6 +220,57 @@ def test_arguments_survive_the_way_through_an_object(arguments):
     assert returned == arguments or (isinstance(same, dict) and json.loads(returned) == same)
 
 
+def said_with(dialect, field: bytes) -> bytes:
+    """A whole request, and one more field."""
+    whole = {ChatCompletions: CHAT, Responses: RESPONSES, Messages: MESSAGES}[type(dialect)]
+    return json.dumps(whole).encode()[:-1] + b", " + field + b"}"
+
+
+@pytest.mark.parametrize("dialect", [ChatCompletions(), Responses(), Messages()])
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999", b'"\\ud800"', b"[" * 5_000 + b"]" * 5_000, b"1" * 5_000])
+def test_a_field_that_cannot_even_be_read_is_refused(dialect, value):
+    with pytest.raises(CallRefusedError):
+        dialect.read(said_with(dialect, b'"unheard_of": ' + value), TERMS)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b'"logit_bias": {"abc": 1}',
+        b'"logit_bias": {"-5": 1}',
+        b'"logit_bias": {"4294967296": 1}',
+        b'"logit_bias": {"5": 101}',
+        b'"top_k": 99999999999',
+    ],
+)
+def test_numbers_that_no_engine_takes_are_refused_by_the_name_of_the_parameter(field):
+    with pytest.raises(CallRefusedError) as refused:
+        ChatCompletions().read(said_with(ChatCompletions(), field), TERMS)
+    assert refused.value.param == field.split(b'"')[1].decode()
+
+
+@pytest.mark.parametrize("schema", [b"3", b'"x"', b"[]", b'{"a": "\xff"}', b'{"a": 1e999}'])
+def test_a_tool_whose_schema_is_no_object_is_refused_where_it_is_sent(schema):
+    """And not when a template or the reader of an answer stumbles over it."""
+    tools = {
+        ChatCompletions(): b'{"type": "function", "function": {"name": "f", "parameters": %s}}',
+        Responses(): b'{"type": "function", "name": "f", "parameters": %s}',
+        Messages(): b'{"name": "f", "input_schema": %s}',
+    }
+    for dialect, tool in tools.items():
+        with pytest.raises(CallRefusedError) as refused:
+            dialect.read(said_with(dialect, b'"tools": [' + tool % schema + b"]"), TERMS)
+        assert refused.value.kind is Refusal.INVALID
+
+
+@pytest.mark.parametrize("value", [b"1" * 5_000, b'"\xff"'])
+def test_the_input_of_a_tool_that_cannot_be_read_is_refused(value):
+    block = b'[{"type": "tool_use", "id": "c", "name": "f", "input": {"a": ' + value + b"}}]"
+    body = b'{"model": "m", "max_tokens": 1, "messages": [{"role": "assistant", "content": ' + block + b"}]}"
+    with pytest.raises(CallRefusedError, match="input of a tool"):
+        Messages().read(body, TERMS)
+
+
 def test_deep_arguments_are_refused_and_break_nothing():
     deep = '{"a":' * 3_000 + "1" + "}" * 3_000
     block = '[{"type": "tool_use", "id": "c", "name": "f", "input": ' + deep + "}]"

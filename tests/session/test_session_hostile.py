@@ -63,7 +63,7 @@ def test_a_conversation_that_the_template_refuses_changes_nothing():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("where", ["render", "feed", "end", "reader"])
+@pytest.mark.parametrize("where", ["render", "feed", "end", "reader", "surrogates"])
 def test_parts_that_break_fail_the_trajectory_and_never_leave_a_caller_waiting(where):
     class Reader(PlainReader):
         def feed(self, token_ids):
@@ -74,7 +74,8 @@ def test_parts_that_break_fail_the_trajectory_and_never_leave_a_caller_waiting(w
         def end(self, finish_reason):
             if where == "end":
                 raise KeyError("end")
-            return super().end(finish_reason)
+            deltas, message = super().end(finish_reason)
+            return deltas, Message(role=Role.ASSISTANT, content="\ud800") if where == "surrogates" else message
 
     class Reads:
         def reader(self, tools, stop_strings, turn):
@@ -90,7 +91,8 @@ def test_parts_that_break_fail_the_trajectory_and_never_leave_a_caller_waiting(w
             await asyncio.wait_for(ask(opened, user("x")), 5)
         assert refused.value.kind is Refusal.INTERNAL
         closed = await opened.close()
-        assert (closed.status, closed.payload) == (TrajectoryStatus.FAILED, None)
+        assert closed.status is TrajectoryStatus.FAILED
+        assert where in closed.cause
 
     asyncio.run(scenario())
 

@@ -30,6 +30,8 @@ APPENDABLE = {
     "deepseek_v3_1": {Use.TEXT, *CALLS, Use.SEVERAL},
 }
 """The report of each template, checked by hand against its source."""
+HALF_A_CHARACTER = '{"path": "\\ud800", "\\udfff": 1}'
+"""An object to JSON, and nothing that could be written."""
 END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "deepseek": "<｜end▁of▁sentence｜>"}
 GLM_OPENERS = ("<|user|>", "<|observation|>", "<|system|>")
 
@@ -45,7 +47,8 @@ tool_words = st.one_of(
 )
 arguments = st.dictionaries(st.sampled_from(["path", "count", "k"]), st.one_of(plain, st.integers(), st.booleans()))
 raw = st.one_of(
-    arguments.map(json.dumps), st.sampled_from(['{"a": 2,', "[1]", "3", "", '"x"', '{"a": "fathomanswer"}'])
+    arguments.map(json.dumps),
+    st.sampled_from(['{"a": 2,', "[1]", "3", "", '"x"', '{"a": "fathomanswer"}', HALF_A_CHARACTER]),
 )
 
 
@@ -127,6 +130,14 @@ def check_a_conversation(name, data):
         assert fits
         assert sampled is not None
         assert appended == tokenizer.encode(whole[len(sent) + len(sampled.replace("<|return|>", "<|end|>")) :])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("written", [HALF_A_CHARACTER, "[" * 9_000, '{"path": ' + "1" * 5_000 + "}", '{"path": NaN}'])
+def test_whatever_was_written_as_arguments_the_next_prompt_can_be_rendered(name, written):
+    messages = [Message(role=Role.USER, content="?"), said("", called("run", written, "call00000"))]
+    messages.append(Message(role=Role.TOOL, content="no", tool_call_id="call00000", name="run"))
+    assert len(model(name)[1].render(messages, TOOLS))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -196,7 +196,7 @@ class Session:
         self._started += 1
         self._meter.begin()
         answer.task = asyncio.create_task(self._sample(answer, call, prompt, request, reader))
-        answer.task.add_done_callback(lambda _: self._after(answer))
+        answer.task.add_done_callback(lambda task: self._after(answer, task))
         return answer
 
     def _check_allowed(self, call: TurnCall) -> None:
@@ -349,13 +349,18 @@ class Session:
         answer.end(error)
         self._meter.end(None)
 
-    def _after(self, answer: Answer) -> None:
-        """Its task is over. An answer that has no end yet was cancelled, perhaps before it began."""
+    def _after(self, answer: Answer, task: asyncio.Task[None]) -> None:
+        """Its task is over. An answer that has no end yet was cancelled, perhaps before it began, or not remembered."""
         self._used_s = self._clock()
-        if not answer.ended:
+        if answer.ended:
+            return
+        if task.cancelled():
             self._answers.forget(answer)
             answer.end(CallRefusedError(Refusal.ENDED, f"session {self.plan.name} was closed"))
             self._meter.end(None)
+        else:
+            error = CallRefusedError(Refusal.INTERNAL, f"the answer could not be kept: {task.exception()!r}")
+            self._fail(answer, "record_error", error)
 
     # The end --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -37,8 +38,9 @@ class TemplateText:
     Templates differ in what they want messages to look like. That is found out once, by trying: whether the arguments
     of a tool call are an object or text, under which key they read what was thought, whether they write more than one
     call in a message. Nothing that a model may have sampled makes a template fail that takes the same message well
-    formed: arguments that are not an object are written as `{"_": TEXT}` where one is wanted, calls for which there is
-    no room get messages of their own, and a thought is left out where a template refuses it beside other words.
+    formed: arguments that are not an object, or hold half a character, are written as `{"_": TEXT}` where one is
+    wanted, calls for which there is no room get messages of their own, and a thought is left out where a template
+    refuses it beside other words.
     """
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
@@ -141,8 +143,18 @@ def _without_a_thought_beside_words(message: Message) -> Message:
 def _plain_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
     arguments: Any = call.arguments
     if not as_text:
-        arguments = call.parsed if call.parsed is not None else {"_": call.arguments}
+        parsed = call.parsed
+        arguments = parsed if parsed is not None and _is_text(parsed) else {"_": call.arguments}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _is_text(value: Any) -> bool:
+    """It can be written. JSON may hold half a character by its number, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeError, RecursionError):
+        return False
+    return True
 
 
 def _plain_tool(tool: Tool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +19,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _VERBATIM = frozenset({"parameters", "input_schema", "input"})
 """Objects that are somebody's own: nothing in them is left out."""
 _LONGEST_SHOWN = 60
+_LARGEST = 2**31 - 1
+"""Of a token id, and so of a number of tokens."""
 _MOST_STOP_STRINGS = 16
+_MOST_SCHEMAS = 1024
 
 
 def read_body(
@@ -42,7 +45,7 @@ def read_body(
     for name, raw in given.items():
         if name in free or (name in honoured and name not in terms.ignored):
             continue
-        value = msgspec.json.decode(raw)
+        value = _decode(raw, object)
         if value is not None and value not in neutral.get(name, ()):
             raise unsupported(name, value)
     kept = {name: raw for name, raw in given.items() if name in honoured and name not in terms.ignored}
@@ -86,6 +89,8 @@ def sampling_of(
     }
     try:
         given["logit_bias"] = _bias(logit_bias) if logit_bias else None
+        if top_k is not None and top_k > _LARGEST:
+            raise ValueError(f"top_k must be at most {_LARGEST}, got {top_k}")
         changed = {name: value for name, value in given.items() if value is not None}
         return msgspec.structs.replace(terms.sampling, **changed) if changed else None
     except ValueError as error:
@@ -110,8 +115,24 @@ def at_least_one(count: int | None, name: str) -> int | None:
 
 
 def _bias(given: Mapping[str, float]) -> LogitBias:
-    entries = sorted((int(token), float(value)) for token, value in given.items())
-    return LogitBias(ids=tuple(token for token, _ in entries), values=tuple(value for _, value in entries))
+    try:
+        entries = sorted((int(token), float(value)) for token, value in given.items())
+        if entries[-1][0] > _LARGEST:
+            raise ValueError(f"{entries[-1][0]} is no token id")
+        return LogitBias(ids=tuple(token for token, _ in entries), values=tuple(value for _, value in entries))
+    except ValueError as error:
+        raise ValueError(f"logit_bias is of no use: {error}") from error
+
+
+@lru_cache(_MOST_SCHEMAS)
+def schema(given: bytes, name: str) -> msgspec.Raw:
+    """What a tool takes, as sent; templates and readers may rely on its being a JSON object. `name`: where it stands.
+
+    Tools are sent with every call, and checked once.
+    """
+    if not isinstance(_decode(given, object), dict):
+        raise CallRefusedError(Refusal.INVALID, f"{name}: a JSON schema is an object", name)
+    return msgspec.Raw(given)
 
 
 @cache

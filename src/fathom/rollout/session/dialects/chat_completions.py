@@ -17,6 +17,7 @@ from fathom.rollout.session.dialects.body import (
     not_text,
     read_body,
     sampling_of,
+    schema,
     stop_strings,
     unsupported,
 )
@@ -172,7 +173,7 @@ def function_tool(
     """A tool. Raises CallRefusedError when the schema is to be enforced."""
     if strict and "strict" not in terms.ignored:
         raise unsupported("tools.strict", strict)
-    return Tool(name=name, description=description or "", parameters=msgspec.Raw(bytes(parameters)))
+    return Tool(name=name, description=description or "", parameters=schema(bytes(parameters), "tools.parameters"))
 
 
 def _tools(given: Sequence[_Tool], terms: Terms) -> tuple[Tool, ...]:

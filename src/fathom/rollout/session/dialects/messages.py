@@ -15,6 +15,7 @@ from fathom.rollout.session.dialects.body import (
     not_text,
     read_body,
     sampling_of,
+    schema,
     stop_strings,
     unsupported,
 )
@@ -131,8 +132,8 @@ def _tools(given: Sequence[_Tool], terms: Terms) -> tuple[Tool, ...]:
             raise unsupported(f"tools[{place}].type", tool.type)
         if tool.strict and "strict" not in terms.ignored:
             raise unsupported(f"tools[{place}].strict", tool.strict)
-        schema = msgspec.Raw(bytes(tool.input_schema))  # a copy: else the whole body would stay in memory
-        tools.append(Tool(name=tool.name, description=tool.description or "", parameters=schema))
+        parameters = schema(bytes(tool.input_schema), f"tools[{place}].input_schema")  # a copy: the body is not kept
+        tools.append(Tool(name=tool.name, description=tool.description or "", parameters=parameters))
     return tuple(tools)
 
 
@@ -166,8 +167,9 @@ def _assistant(content: str | Sequence[_Block], place: str) -> Message:
 def _arguments(given: msgspec.Raw, place: str) -> str:
     try:
         return arguments_of(json.loads(bytes(given)))
-    except RecursionError as error:
-        raise CallRefusedError(Refusal.INVALID, f"{place}: the input of a tool is nested too deeply", place) from error
+    except (ValueError, RecursionError) as error:
+        reason = f"{place}: the input of a tool cannot be read as JSON: {error}"
+        raise CallRefusedError(Refusal.INVALID, reason, place) from error
 
 
 def _from_user(content: str | Sequence[_Block], place: str) -> Iterator[Message]:
