@@ -134,7 +134,7 @@ def test_a_layout_must_hold_every_part():
 def test_sources_must_hold_every_part():
     with sending([FSDP[0], FSDP[1]]) as side:
         receiver = ShardedReceiver(ENGINE, model(), TENSOR)
-        with pytest.raises(PayloadError, match=r"no source holds .* of tensor 'o'"):
+        with pytest.raises(PayloadError, match=r"no source holds .* of tensor 'expert.0'"):
             staged(receiver, side)
         receiver.close()
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-import torch
 from torch import Tensor
 
 from fathom.config.families import TransportKind
@@ -28,7 +27,7 @@ from fathom.core.ports.engine import (
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import digest, wrong_tensors
-from fathom.sync.held import Held
+from fathom.sync.held import Held, room_like
 from fathom.sync.transports.inbox import Inbox
 
 _NO_FAULTS = NoFaults()
@@ -56,10 +55,9 @@ class MemoryReceiver:
         self._id = engine_id
         self._formats = formats
         self._inbox = Inbox(engine_id, faults, formats, adapter)
-        self._serving = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
+        self._serving = room_like(template)
         self._live = receives_into is ReceivesInto.LIVE
-        spare = {name: torch.zeros_like(tensor) for name, tensor in template.items()}
-        self._staging = self._serving if self._live else spare
+        self._staging = self._serving if self._live else room_like(template)
         self._version: PolicyVersion | None = None
         self._staged: Manifest | None = None
         self._receiving = asyncio.Lock()

@@ -14,6 +14,7 @@ from fathom.core.errors import DeliveryError, PayloadError
 from fathom.core.ids import PolicyVersion
 from fathom.core.manifest import Manifest, TensorEntry
 from fathom.sync.digest import copy_bytes, dtype_name
+from fathom.sync.held import host_block
 from fathom.sync.shards import Box
 from fathom.sync.transports.p2p.fabrics.fabric import Fabric, FabricError, Region
 
@@ -88,7 +89,7 @@ class HeldVersions:
         self._buffers: list[_Buffer] = []
 
     def hold(self, manifest: Manifest, slices: Mapping[str, Slice]) -> None:
-        """Copy slices of the manifest's tensors.
+        """Copy slices of the manifest's tensors, one after the other by name.
 
         Raises:
             PayloadError: a slice is of no tensor of the manifest, or has another shape than its box.
@@ -97,7 +98,7 @@ class HeldVersions:
         entries = {entry.name: entry for entry in manifest.tensors}
         places: dict[str, slice] = {}
         end = 0
-        for name, each in slices.items():
+        for name, each in sorted(slices.items()):
             _check(name, each, entries)
             start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             end = start + each.tensor.numel() * each.tensor.element_size()
@@ -164,9 +165,9 @@ def region(memory: Tensor) -> Region:
 def registered_memory(fabric: Fabric, size_bytes: int) -> Tensor:
     """uint8 [size_bytes], registered. Raises `DeliveryError` when there is none."""
     try:
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        memory = torch.from_numpy(host_block(size_bytes))
         fabric.register([region(memory)])
-    except (RuntimeError, FabricError) as error:
+    except (MemoryError, FabricError) as error:
         raise DeliveryError(
             f"no {size_bytes / 1e6:.0f} MB of memory to send weights from ({error}); make room, "
             "or set sync.transport = 'disk'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import final
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from fathom.config.families import FabricKind
 from fathom.core.errors import EngineError, PayloadError
 from fathom.core.ids import EngineId
-from fathom.core.manifest import Manifest, PeerRank, PeerSource
+from fathom.core.manifest import Manifest, PeerRank, PeerShard, PeerSource
 from fathom.sync.digest import byte_view, checksum, few
 from fathom.sync.shards import Box
 from fathom.sync.transports.p2p.asking import Asking, BrokenTransferError
 from fathom.sync.transports.p2p.fabrics import FABRICS
-from fathom.sync.transports.p2p.fabrics.fabric import Fabric, FabricError, Region, Stop
-from fathom.sync.transports.p2p.held import Slice, address, byte_array, byte_index, item_bytes, region
+from fathom.sync.transports.p2p.fabrics.fabric import Fabric, FabricError, Region, Stop, joined_regions, overlap
+from fathom.sync.transports.p2p.held import Slice, address, byte_array, byte_index, region
 from fathom.sync.transports.p2p.messages import Ask, Place
 from fathom.sync.transports.p2p.plan import Holding, Piece, Wanted, pieces, team
 from fathom.sync.transports.reception import Reception
@@ -56,7 +56,8 @@ class Landing:
         self._fabrics = fabrics
         self._fabric: Fabric | None = None
         self._opened_as: tuple[str, str] | None = None
-        self._sets: dict[tuple[Region, ...], list[Tensor]] = {}
+        self._sets: dict[_Memory, _Registered] = {}
+        self._planned: tuple[_Question, list[Piece]] | None = None
         self._scratch: Tensor | None = None
         self._stop_s = stop_s
         self._spoiled = False
@@ -122,10 +123,16 @@ class Landing:
             raise EngineError(self._engine, f"{manifest.version.name} is not offered to it; stage it anew")
         number = source.engines.index(self._engine)
         preferred = team(len(source.ranks), len(source.engines), self._ranks, number, self._rank)
-        items = {entry.name: item_bytes(entry) for entry in manifest.tensors}
-        wanted = [Wanted(name=name, box=each.box, item_bytes=items[name]) for name, each in slices.items()]
-        holdings = [_holding(rank) for rank in source.ranks]
-        return sorted(pieces(wanted, holdings, preferred), key=lambda piece: piece.source)
+        wanted = tuple(
+            Wanted(name=name, box=slices[name].box, item_bytes=slices[name].tensor.element_size())
+            for name in sorted(slices)  # as sources lay them out, so that neighbours there are neighbours here
+        )
+        question: _Question = (wanted, preferred, tuple(rank.shards for rank in source.ranks))
+        if self._planned is None or self._planned[0] != question:  # a version is asked for as the one before was
+            holdings = [_holding(rank) for rank in source.ranks]
+            plan = sorted(pieces(wanted, holdings, preferred), key=lambda piece: piece.source)
+            self._planned = (question, plan)
+        return self._planned[1]
 
     def _begin(
         self,
@@ -144,8 +151,13 @@ class Landing:
         if not hosts:
             return []
         fabric = self._open(source.fabric, hosts[0])
-        self._register(fabric, slices)
-        places, scratched = self._place(fabric, slices, plan)
+        registered = self._register(fabric, slices)
+        if registered.plan is not plan:
+            places, scratched = self._place(fabric, slices, plan)
+            if not scratched:  # else where they are may change
+                registered.plan, registered.places = plan, places
+        else:
+            places, scratched = registered.places, []
         description = fabric.describe()
         for number in by_source:
             message = Ask(
@@ -164,21 +176,24 @@ class Landing:
             self._fabric, self._opened_as = self._fabrics[FabricKind(fabric)](host), (fabric, host)
         return self._fabric
 
-    def _register(self, fabric: Fabric, slices: Mapping[str, Slice]) -> None:
+    def _register(self, fabric: Fabric, slices: Mapping[str, Slice]) -> _Registered:
         """Register the memory of `slices`, unless it is. The oldest of too many sets is let go."""
-        tensors = [each.tensor for each in slices.values() if each.tensor.device.type == "cpu" and each.tensor.numel()]
-        regions = tuple(region(tensor) for tensor in tensors)
-        if regions in self._sets:
-            self._sets[regions] = self._sets.pop(regions)  # the newest
-            return
-        stale = [known for known in self._sets if not set(known).isdisjoint(regions)]
+        ordered = [slices[name].tensor for name in sorted(slices)]
+        tensors = [tensor for tensor in ordered if tensor.device.type == "cpu" and tensor.numel()]
+        memory: _Memory = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+        if memory in self._sets:
+            self._sets[memory] = self._sets.pop(memory)  # the newest
+            return self._sets[memory]
+        regions = joined_regions([Region(*each) for each in memory])
+        stale = [known for known, each in self._sets.items() if overlap(each.regions, regions)]
         for known in [*stale, *list(self._sets)[: len(self._sets) - _KEPT_SETS + 1]]:
-            if known in self._sets:
-                fabric.unregister(known)
-                del self._sets[known]
+            gone = self._sets.pop(known, None)
+            if gone is not None and gone.regions:
+                fabric.unregister(gone.regions)
         if regions:
             fabric.register(regions)
-        self._sets[regions] = tensors
+        self._sets[memory] = _Registered(regions=regions, tensors=tensors)
+        return self._sets[memory]
 
     def _place(
         self, fabric: Fabric, slices: Mapping[str, Slice], plan: Sequence[Piece]
@@ -222,6 +237,26 @@ class Landing:
         if not asking.halt(self._progress):
             self._spoiled = True
         self.close()
+
+
+_Memory = tuple[tuple[int, int], ...]
+"""Address and bytes of each tensor of a set."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Registered:
+    """A set of tensors that stays registered, and alive."""
+
+    regions: tuple[Region, ...]
+    tensors: list[Tensor]
+    plan: Sequence[Piece] | None = None
+    """By which it was received last, if all lands in place."""
+    places: list[Place] = field(default_factory=list[Place])
+    """Where the pieces of `plan` go."""
+
+
+_Question = tuple[tuple[Wanted, ...], tuple[int, ...], tuple[tuple[PeerShard, ...] | None, ...]]
+"""What a plan follows from: what is wanted, who is preferred, and what each source holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,10 +291,14 @@ def _failed(reason: str) -> Failed:
 def _held(place: Place, held: Mapping[str, HeldSlice]) -> tuple[HeldSlice, int]:
     """The slice in which a piece lies, and the size of the piece."""
     piece = held.get(place.name)
-    elements = place.box.elements
-    if piece is None or not elements or (piece.box != place.box and piece.box.intersect(place.box) != place.box):
+    if piece is not None and piece.box == place.box:  # as most are
+        size_bytes = piece.memory.numel()
+    elif piece is not None and piece.box.intersect(place.box) == place.box:
+        size_bytes = place.box.elements * piece.item_bytes
+    else:
+        size_bytes = 0
+    if piece is None or not size_bytes:
         raise PayloadError(f"{place.box.bounds} of tensor {place.name!r} is not held here; publish it again")
-    size_bytes = elements * piece.item_bytes
     if size_bytes > PIECE_BYTES:
         raise PayloadError(f"a piece of {place.name!r} has {size_bytes} bytes, more than {PIECE_BYTES}; ask for less")
     return piece, size_bytes

@@ -29,7 +29,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 from fathom.sync.digest import byte_view, checksum, root_digest
-from fathom.sync.held import check_fit
+from fathom.sync.held import check_fit, host_room
 from fathom.sync.quantise.formats import check_known
 from fathom.sync.shards import Box, uncovered
 from fathom.sync.transports.p2p.held import Slice, byte_array, byte_index, item_bytes
@@ -203,9 +203,8 @@ class ShardedReceiver:
 
 
 def _slices(template: Mapping[str, Tensor], layout: Mapping[str, Box]) -> Slices:
-    return {
-        name: Slice(box=box, tensor=torch.zeros(box.shape, dtype=template[name].dtype)) for name, box in layout.items()
-    }
+    room = host_room({name: (template[name].dtype, box.shape) for name, box in layout.items()})
+    return {name: Slice(box=box, tensor=room[name]) for name, box in layout.items()}
 
 
 def _found(entry: TensorEntry, ranks: Sequence[Slices]) -> TensorEntry:

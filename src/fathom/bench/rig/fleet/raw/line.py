@@ -31,7 +31,7 @@ class RawLine:
     @classmethod
     async def open(cls, kind: RawKind, receivers: Sequence[ReceiverProcess], size_bytes: int, host: str) -> Self:
         """Connect. Raises ImportError or EngineError."""
-        buffer = np.zeros(size_bytes, np.uint8)
+        buffer = np.ones(size_bytes, np.uint8)  # zeros would be read from one page that the system has, and cached
         sender = open_sender(kind, buffer, len(receivers), host)
         calls = [
             RawOpenCall(

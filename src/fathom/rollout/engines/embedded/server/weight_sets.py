@@ -1,7 +1,8 @@
 """The weights an engine holds: what serves, what is staged, and what pinned requests still need.
 
-Memory is taken once per set and used again: touching fresh pages costs several times the copy itself. Two sets, there
-from the start, are enough while versions come and go; a pinned version holds a third one.
+Memory is taken once per set and used again: touching fresh pages costs several times the copy itself. Two sets are
+enough while versions come and go; a pinned version holds a third one. The model's own memory, tensor by tensor as it
+was loaded, serves nothing and is let go when the first version is committed: sets are blocks (`sync/held.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 
 from fathom.core.ids import PolicyVersion
+from fathom.sync.held import room_like
 
 
 @final
@@ -47,8 +48,10 @@ class WeightSets:
         self.live = WeightSet(tensors={name: tensor.detach() for name, tensor in tensors.items()}, version=None)
         self.staged: WeightSet | None = None
         self._pinned_last: WeightSet | None = None
-        spare = {name: tensor.clone() for name, tensor in self.live.tensors.items()}
-        self._retired = [WeightSet(tensors=spare, version=None)]
+        spare = self._fresh()
+        for name, tensor in self.live.tensors.items():
+            spare.tensors[name].copy_(tensor)  # so that its pages are there
+        self._retired = [spare]
 
     def pin(self, version: PolicyVersion) -> WeightSet | None:
         """The set that holds a committed `version`, with one more user. None: it is not held.
@@ -90,10 +93,10 @@ class WeightSets:
         """The staged set is live from now on; the live one retires."""
         if self.staged is None:
             raise AssertionError("commit without a staged version")
-        self._retired.append(self.live)
+        if self.live.version is not None:
+            self._retired.append(self.live)
         self.live, self.staged = self.staged, None
 
     def _fresh(self) -> WeightSet:
         """Memory that is not touched here: its first pages cost the thread that receives, not the decode loop."""
-        tensors = {name: torch.empty_like(tensor) for name, tensor in self.live.tensors.items()}
-        return WeightSet(tensors=tensors, version=None)
+        return WeightSet(tensors=room_like(self.live.tensors), version=None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 Stop = Callable[[], str | None]
@@ -90,3 +91,32 @@ class Fabric(Protocol):
     def close(self) -> None:
         """Unregister everything and leave; nothing is written from or into this process any more. Idempotent."""
         ...
+
+
+def joined_regions(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """The same memory, ascending, in as few regions as there can be: those that touch are one."""
+    joined: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.address):
+        if joined and joined[-1].address + joined[-1].size_bytes == region.address:
+            joined[-1] = Region(joined[-1].address, joined[-1].size_bytes + region.size_bytes)
+        else:
+            joined.append(region)
+    return tuple(joined)
+
+
+def joined_writes(writes: Iterable[Write]) -> list[Write]:
+    """The same bytes, in the same order: writes that touch the one before on both sides are one with it."""
+    joined: list[Write] = []
+    for write in writes:
+        last = joined[-1] if joined else None
+        if last and (last.source + last.size_bytes, last.target + last.size_bytes) == (write.source, write.target):
+            joined[-1] = Write(last.source, last.target, last.size_bytes + write.size_bytes)
+        else:
+            joined.append(write)
+    return joined
+
+
+def overlap(ones: Iterable[Region], others: Iterable[Region]) -> bool:
+    """Whether some memory lies in both. Within either no regions overlap."""
+    ascending = sorted((*ones, *others), key=lambda region: region.address)
+    return any(one.address + one.size_bytes > other.address for one, other in pairwise(ascending))

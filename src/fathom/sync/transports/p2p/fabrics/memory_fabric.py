@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 from weakref import WeakValueDictionary
 
-from fathom.sync.transports.p2p.fabrics.fabric import FabricError, Region, Stop, Write
+from fathom.sync.transports.p2p.fabrics.fabric import FabricError, Region, Stop, Write, overlap
 
 _NAP_S = 0.001
 _OPEN: WeakValueDictionary[str, MemoryFabric] = WeakValueDictionary()
@@ -66,7 +66,7 @@ class MemoryFabric:
         """Remember them. Raises `FabricError` when one overlaps another."""
         with self._lock:
             for region in regions:
-                if any(_overlap(region, other) for other in self._regions):
+                if overlap([region], self._regions):
                     raise FabricError(f"{region} overlaps a region that is registered; unregister that first")
                 self._regions.add(region)
 
@@ -132,10 +132,6 @@ class MemoryFabric:
         self.written_bytes += arriving
         if number == faults.fail_at:
             raise FabricError(f"it was cut after {arriving} of {write.size_bytes} bytes, on purpose")
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    return one.address < other.address + other.size_bytes and other.address < one.address + one.size_bytes
 
 
 def _require(regions: set[Region], wanted: Region, where: str) -> None:
