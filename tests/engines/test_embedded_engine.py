@@ -347,7 +347,7 @@ def test_bfloat16_from_disk_and_a_killed_engine(folder: Path, tmp_path: Path) ->
                 assert "exit code -9" in str(outcome)
             with pytest.raises(EngineDeadError):
                 await engine.health()
-            assert time.monotonic() - died_s < 2
+            assert time.monotonic() - died_s < 10, "it was waited for"
             await engine.close()
 
     asyncio.run(run())

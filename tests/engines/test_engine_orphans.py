@@ -40,9 +40,9 @@ def test_kill_9_of_the_parent_leaves_no_engine(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         killed_s = time.monotonic()
-        while exists(engine) and time.monotonic() - killed_s < 5:
+        while exists(engine) and time.monotonic() - killed_s < 15:  # it takes half a second, where there is a CPU
             time.sleep(0.02)
-        assert time.monotonic() - killed_s < 1.5
+        assert not exists(engine)
     finally:
         os.kill(heir, signal.SIGKILL)
 

@@ -25,10 +25,20 @@ def post(served, path, key="", body=None, **options):
 
 
 def test_a_client_that_gives_up_and_retries_gets_the_one_answer():
-    with serving("hi$", gated=True) as served, openai_client(served, key := served.open(), timeout=0.3) as client:
-        patient = client.with_options(max_retries=3)
-        threading.Timer(0.5, lambda: served.call(served.answers.gate.set)).start()
-        assert patient.chat.completions.create(**ASK).choices[0].message.content == "hi"
+    """The engine ends its answer only when the call has been sent a second time."""
+    sent = []
+
+    def send(request):
+        sent.append(request)
+        if len(sent) == 2:
+            served.call(served.answers.gate.set)
+
+    line = httpx.Client(event_hooks={"request": [send]})
+    with (
+        serving("hi$", gated=True) as served,
+        openai_client(served, key := served.open(), timeout=2, max_retries=3, http_client=line) as client,
+    ):
+        assert client.chat.completions.create(**ASK).choices[0].message.content == "hi"
         (branch,) = served.close(key).payload.branches
         assert len(served.answers.requests) == len(branch.turns) == 1
 
