@@ -159,6 +159,7 @@ def test_what_was_found_because_a_call_of_later_beginning_had_sampled_it_costs_t
     found = Asked(trajectory=0, prompt=(1, 2, 3, 4), answer=(9,), cached=3)
     source = Asked(trajectory=1, prompt=(1, 2), answer=(3, 4))
     assert best([found, source]) == 3
+    assert best([found, source, replace(found, trajectory=2, cached=0)]) == 3 + 3
 
 
 @pytest.mark.parametrize("change", [{"engine": "e1"}, {"version": 1}])
