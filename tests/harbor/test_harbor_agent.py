@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harbor_folders import make_task
+from harbor_folders import TASK_TOML, make_task
 
 from fathom.config.agent import LimitsConfig
 from fathom.core.ports.agent import Acting, Endpoint, Played, Transcript
@@ -65,10 +65,10 @@ def model() -> Iterator[Model]:
         thread.join()
 
 
-def play(folder: Path, model: Model, keys: list[str], **options: Any) -> list[Played]:
+def play(folder: Path, model: Model, keys: list[str], agent_s: float = 1.5, **options: Any) -> list[Played]:
     """One episode for each key, side by side."""
     environment = HarborEnvironment(HarborOptions(folders=(str(folder),), **options))
-    limits = LimitsConfig(boot_s=20, agent_s=1.5, grade_s=20, close_s=20)
+    limits = LimitsConfig(boot_s=60, agent_s=agent_s, grade_s=60, close_s=60)
     (task,) = environment.tasks()
 
     async def tell(acting: Acting, detail: str) -> Transcript:
@@ -123,6 +123,17 @@ def test_a_model_works_in_the_sandbox_and_is_graded_whatever_it_does(tmp_path: P
     ]
     assert model.requests[0]["tools"][0]["function"]["name"] == "bash"
     require_gone(bwraps() - before)
+
+
+def test_limits_of_the_task_and_of_the_agent_cut_it_short(tmp_path: Path, model: Model) -> None:
+    model.commands |= {"late": [{"command": "echo 5 > out"}, {"command": "sleep 100"}], "long": [{"command": "ls"}] * 9}
+    brief = make_task(tmp_path, toml=TASK_TOML.replace("timeout_sec = 30", "timeout_sec = 1.2"))
+    (late,) = play(brief, model, ["late"], agent_s=60.0)
+    assert (late.acting, late.detail) == (Acting.TIMEOUT, "not over within 1.2 s ([agent] timeout_sec of task.toml)")
+    assert isinstance(late.reward, Graded)
+    (long,) = play(make_task(tmp_path, "long"), model, ["long"], agent_s=60.0, max_turns=3)
+    assert (long.acting, long.detail) == (Acting.TIMEOUT, "all 3 answers (max_turns) are used up")
+    assert isinstance(long.reward, Graded)
 
 
 def test_tests_that_give_no_reward_make_an_ungraded_episode(tmp_path: Path, model: Model) -> None:

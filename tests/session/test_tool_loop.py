@@ -6,7 +6,7 @@ import httpx
 import pytest
 from served import serving
 
-from fathom.core.errors import EngineDeadError
+from fathom.core.errors import CutShortError, EngineDeadError
 from fathom.core.records.message import Role
 from fathom.envs.agents import AsyncTool, tool_loop
 
@@ -67,9 +67,14 @@ def test_a_conversation_that_may_not_go_on_ends_without_an_error(limits):
     assert closed.status.value == "truncated"
 
 
-def test_it_has_turns_of_its_own_to_use_up():
+def test_turns_of_its_own_that_are_used_up_cut_it_short():
     with serving(*['~double~{"n": 3}^$'] * 9) as served:
-        assert len(told(talk(served, served.open(), max_turns=3))) == 3
+        key = served.open()
+        with pytest.raises(CutShortError, match=r"all 3 answers \(max_turns\) are used up"):
+            talk(served, key, max_turns=3)
+        assert len(served.close(key).finish_reasons) == 3
+    with serving('~double~{"n": 3}^$', "done$") as served:
+        assert talk(served, served.open(), max_turns=2)[-1]["content"] == "done"
 
 
 def test_a_fault_of_the_engine_is_asked_again_and_what_is_refused_is_raised():

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import httpx
 
+from fathom.core.errors import CutShortError
 from fathom.core.ports.agent import Endpoint
 
 _TRIES = 3
@@ -39,7 +40,7 @@ async def tool_loop(
     max_turns: int = 32,
     timeout_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """Ask until an answer calls no tool, was cut, or the turns are used up; returns the whole conversation.
+    """Ask until an answer calls no tool, was cut, or the session may not go on; returns the whole conversation.
 
     Args:
         endpoint: the model.
@@ -49,6 +50,7 @@ async def tool_loop(
         timeout_s: deadline of one answer.
 
     Raises:
+        CutShortError: the turns are used up, and the last answer called a tool, which was run.
         httpx.HTTPError: the model could not be reached, or refused a call.
     """
     conversation = [dict(message) for message in messages]
@@ -61,16 +63,16 @@ async def tool_loop(
         for _ in range(max_turns):
             choice = await _ask(client, endpoint.model, conversation, tools)
             if choice is None:
-                break
+                return conversation
             message: dict[str, Any] = choice["message"]
             conversation.append(message)
             calls: list[dict[str, Any]] = message.get("tool_calls") or []
-            if not calls or choice["finish_reason"] == "length":
-                break
+            if not calls or not tools or choice["finish_reason"] == "length":
+                return conversation
             for call in calls:
                 told = await _run(by_name, call["function"])
                 conversation.append({"role": "tool", "tool_call_id": call["id"], "content": told})
-    return conversation
+    raise CutShortError(f"all {max_turns} answers (max_turns) are used up")
 
 
 async def _ask(

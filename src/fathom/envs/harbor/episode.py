@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import final
 
+from fathom.core.errors import CutShortError
 from fathom.core.ports.agent import Endpoint, Transcript
 from fathom.core.records.trajectory import Graded
 from fathom.envs.harbor.actors import Actor
@@ -34,9 +35,16 @@ class HarborEpisode:
         await self._place.open()
 
     async def act(self, endpoint: Endpoint) -> None:
-        """Let the actor work, at most for the task's own time."""
-        async with asyncio.timeout(self._task.file.agent.timeout_sec):
-            await self._actor(self._task, self._place, endpoint)
+        """Let the actor work, at most for the task's own time. Raises CutShortError: it was over."""
+        limit_s = self._task.file.agent.timeout_sec
+        time = asyncio.timeout(limit_s)
+        try:
+            async with time:
+                await self._actor(self._task, self._place, endpoint)
+        except TimeoutError as error:
+            if not time.expired():
+                raise
+            raise CutShortError(f"not over within {limit_s:g} s ([agent] timeout_sec of task.toml)") from error
 
     async def grade(self, transcript: Transcript) -> Graded:
         """Judge what is left, however acting ended.
