@@ -60,6 +60,13 @@ def exist(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
 
 
+def runs_sleep(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    except OSError:
+        return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     mounts, folders = Path("/proc/mounts").read_text().count("sandbox"), set(Path("/tmp").glob("bubblewrap*"))
@@ -273,6 +280,10 @@ def test_a_cancelled_command_is_ended_and_the_sandbox_goes_on() -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await sandbox.run("sleep 300; echo late", 400)
+            (bwrap,) = live()
+            async with asyncio.timeout(20):
+                while any(runs_sleep(pid) for pid in inside(bwrap)):  # nobody has to ask for anything
+                    await asyncio.sleep(0.05)
             assert (await sandbox.run("echo well", 20)).stdout == "well\n"
 
     asyncio.run(go())

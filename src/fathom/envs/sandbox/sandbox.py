@@ -139,7 +139,11 @@ class Sandbox:
         blob = command.encode(errors="replace")
         if b"\0" in blob or len(blob) > MAX_COMMAND_BYTES:
             raise SandboxError(f"a command has no NUL character and at most {MAX_COMMAND_BYTES} bytes")
-        answer, output = await self._call({"op": "run", "timeout_s": timeout_s}, blob, timeout_s + _GRACE_S)
+        try:
+            answer, output = await self._call({"op": "run", "timeout_s": timeout_s}, blob, timeout_s + _GRACE_S)
+        except asyncio.CancelledError:
+            self._send({"op": "end"}, b"")  # whatever comes while a command runs ends it; nobody waits for the answer
+            raise
         return Ran(
             exit_code=answer.exit_code,
             ended=answer.ended,
@@ -227,12 +231,10 @@ class Sandbox:
     async def _call(self, header: dict[str, Any], blob: bytes, deadline_s: float) -> tuple[_Answer, bytes]:
         if self._gone or self._writer is None:
             raise SandboxError(f"the sandbox is gone: {self._gone}")
-        number = next(self._numbers)
-        text = msgspec.json.encode(header | {"number": number})
+        number = self._send(header, blob)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline_s):
-                self._writer.write(FRAME.pack(len(text), len(blob)) + text + blob)
                 await self._writer.drain()
                 answered = await future
         except (TimeoutError, ConnectionError) as error:
@@ -248,6 +250,14 @@ class Sandbox:
             failure = _NoSuchFileError if answer.errno == 2 else SandboxError
             raise failure(f"the sandbox could not {header['op']}: {answer.error}")
         return answer, data
+
+    def _send(self, header: dict[str, Any], blob: bytes) -> int:
+        """The request's number. Nothing is sent to a sandbox that is gone."""
+        number = next(self._numbers)
+        if self._writer is not None and not self._gone:
+            text = msgspec.json.encode(header | {"number": number})
+            self._writer.write(FRAME.pack(len(text), len(blob)) + text + blob)
+        return number
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         reason = _FIRST_ENDED
