@@ -115,6 +115,39 @@ def test_other_data_or_another_seed_cannot_go_on(data, tmp_path):
         TuningRun.resume(folder).start()
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_other_held_out_samples_cannot_go_on(data, tmp_path, kind):
+    """As many as before: only what they are tells."""
+    rows = (data / kind / "eval.jsonl").read_text().splitlines()
+    own = tmp_path / "held.jsonl"
+    own.write_text("\n".join(rows[:4]))
+    files = {"train": [str(data / kind / "train.jsonl")], "held_out": str(own)}
+    folder = TuningRun.of(config(data, tmp_path, kind, steps=2, data=files)).start().folder
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"trainer": tree["trainer"] | {"steps": 3}}))
+    own.write_text("\n".join(rows[4:8]))
+    with pytest.raises(CheckpointError, match="the held-out samples are not those"):
+        TuningRun.resume(folder).start()
+    own.write_text("\n".join(rows[:4]))
+    assert TuningRun.resume(folder).start().reason == "steps"
+
+
+def test_other_scores_of_the_reference_cannot_go_on(data, tmp_path):
+    folder = TuningRun.of(config(data, tmp_path, "dpo", steps=2)).start().folder
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"trainer": tree["trainer"] | {"steps": 3}}))
+    kept = folder / "reference.safetensors"
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is not what the reference scored when the run began"):
+        TuningRun.resume(folder).start()
+    kept.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        TuningRun.resume(folder).start()
+    kept.write_bytes(whole)
+    assert TuningRun.resume(folder).start().reason == "steps"
+
+
 def test_too_long_samples_are_refused_left_out_or_cut(data, tmp_path):
     limited = {"train": [str(data / "sft" / "train.jsonl")], "max_tokens": 7}
     with pytest.raises(DataError, match=r"row 1 has a sequence of \d tokens, and 7 are possible"):
@@ -140,7 +173,7 @@ def test_what_is_held_out_is_not_trained(data, tmp_path):
     assert both.prepared.counted.also_held_out > 0
     trained = {row.token_ids.tobytes() for row in both.prepared.rows}
     assert not trained & {row.token_ids.tobytes() for sample in both.prepared.held_out for row in sample.rows}
-    with pytest.raises(ConfigError, match="none is left to train on"):
+    with pytest.raises(ConfigError, match="no sample is left to train on: 0 are too long, 40 are held out"):
         TuningRun.of(config(data, tmp_path, "sft", data={"train": [str(file)], "held_out": str(file)}))
 
 

@@ -30,6 +30,8 @@ class TuningPrepared(msgspec.Struct, frozen=True, tag="tuning_prepared.1"):
     """Steps that the run will take."""
     digest: str
     """BLAKE3 (hex) of the samples to train on and of what decides their order."""
+    held_out_digest: str = ""
+    """BLAKE3 (hex) of the samples to evaluate on. Empty: the run was made before this was recorded."""
 
 
 class TuningStepped(msgspec.Struct, frozen=True):

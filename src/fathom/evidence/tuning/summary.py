@@ -124,6 +124,8 @@ def audit_tuning(reader: LedgerReader) -> AuditReport:
     same = Examiner("data", "every incarnation trained on the same samples in the same order")
     for facts in prepared:
         same.expect(facts.digest == prepared[0].digest, f"digest {facts.digest[:16]} is not {prepared[0].digest[:16]}")
+        held_out, first = facts.held_out_digest, prepared[0].held_out_digest
+        same.expect(held_out == first or not first, f"held-out digest {held_out[:16]} is not {first[:16]}", count=0)
     numbers = Examiner("steps", "steps are numbered from 1 without a gap")
     for expected, step in enumerate(steps, start=1):
         numbers.expect(step.number == expected, f"step {step.number} stands in the place of {expected}")

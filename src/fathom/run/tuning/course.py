@@ -32,8 +32,8 @@ class Course(Protocol):
         """What comes before the first step of a fresh run."""
         ...
 
-    def resume(self) -> None:
-        """Take up what `begin` left. Raises CheckpointError when it is not there."""
+    def resume(self, scored: ReferenceScored | None) -> None:
+        """Take up what `begin` left; `scored`: what it recorded. Raises CheckpointError when that is not there."""
         ...
 
     def step(self, batch: StepBatch, stop: Stop) -> Stepped:

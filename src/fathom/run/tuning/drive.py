@@ -18,7 +18,8 @@ import msgspec
 
 from fathom.core.errors import CheckpointError, StepStoppedError
 from fathom.ledger.events import CheckpointSaved, RunEnded
-from fathom.ledger.tuning_events import ModelSaved, TuningPrepared
+from fathom.ledger.reader import LedgerReader
+from fathom.ledger.tuning_events import ModelSaved, ReferenceScored, TuningPrepared
 from fathom.run.history.checkpoint import Checkpoints
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.opening import open_history
@@ -48,6 +49,8 @@ class TuningState(msgspec.Struct, frozen=True, tag="tuning_state.1"):
     """Optimizer steps taken."""
     digest: str
     """Of the samples and their order, as `TuningPrepared` has it."""
+    held_out_digest: str = ""
+    """Of the samples to evaluate on, as `TuningPrepared` has it."""
 
 
 async def drive(plan: TuningPlan, folder: RunFolder, stop: Stop, observers: tuple[Observer, ...]) -> str:
@@ -68,6 +71,11 @@ async def drive(plan: TuningPlan, folder: RunFolder, stop: Stop, observers: tupl
         raise CheckpointError(
             "the samples, or what decides their order (seed, trainer.tokens_per_step, trainer.shuffle), are not those "
             "of the checkpoint; resume with the data and options that the run began with"
+        )
+    if state is not None and state.held_out_digest not in ("", plan.prepared.held_out_digest):
+        raise CheckpointError(
+            "the held-out samples are not those that the run was evaluated on before, so nothing could be compared; "
+            "resume with the data that it began with"
         )
     recorder = open_history(
         config,
@@ -126,7 +134,7 @@ class _Driver:
                 await self._evaluate(course, 0)
             else:
                 await self._call(lambda: backend.load(newest[1]))
-                await self._call(course.resume)
+                await self._call(lambda: course.resume(self._reference()))
                 self._saved = done
             for batch in plan.prepared.order.steps(done, plan.prepared.steps):
                 stepped = await self._call(lambda batch=batch: course.step(batch, self._asked))
@@ -146,6 +154,11 @@ class _Driver:
         await self._checkpoint(backend, done)
         await self._save_model(backend, done)
         return "steps"
+
+    def _reference(self) -> ReferenceScored | None:
+        with LedgerReader(self._folder.ledger) as reader:
+            scored = reader.latest(ReferenceScored)
+        return scored.event if scored is not None else None
 
     def _asked(self) -> bool:
         return self._stop.asked
@@ -167,7 +180,13 @@ class _Driver:
         if done == self._saved:
             return
         started = time.perf_counter()
-        state = TuningState(ledger_seq=self._recorder.last_seq, step=done, digest=self._plan.prepared.digest)
+        prepared = self._plan.prepared
+        state = TuningState(
+            ledger_seq=self._recorder.last_seq,
+            step=done,
+            digest=prepared.digest,
+            held_out_digest=prepared.held_out_digest,
+        )
         path = await self._call(lambda: self._checkpoints.save(state, backend.save))
         self._saved = done
         where = str(path.relative_to(self._folder.path))
@@ -216,6 +235,7 @@ def _facts(plan: TuningPlan) -> TuningPrepared:
         also_held_out=prepared.counted.also_held_out,
         steps=prepared.steps,
         digest=prepared.digest,
+        held_out_digest=prepared.held_out_digest,
     )
 
 

@@ -69,13 +69,20 @@ class PreferenceRun:
             seconds=time.perf_counter() - started,
         )
 
-    def resume(self) -> None:
+    def resume(self, scored: ReferenceScored | None) -> None:
         """Read the reference's scores."""
         try:
-            scores = load(self._file.read_bytes())
+            written = self._file.read_bytes()
+            if scored is None or blake3(written).hexdigest() != scored.scores_digest:
+                raise CheckpointError(
+                    f"{self._file} is not what the reference scored when the run began: restore it, or begin a new run"
+                )
+            scores = load(written)
             self._train, self._held_out = scores["train"], scores["held_out"]
         except (OSError, SafetensorError, KeyError) as error:
-            raise CheckpointError(f"the reference's scores {self._file} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"the reference's scores {self._file} cannot be read: {error}; restore it, or begin a new run"
+            ) from error
         if (len(self._train), len(self._held_out)) != (len(self._prepared.train), len(self._prepared.held_out)):
             raise CheckpointError(
                 f"{self._file} scores {len(self._train)} + {len(self._held_out)} pairs, and the files now have "

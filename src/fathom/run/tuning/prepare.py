@@ -63,9 +63,10 @@ class Prepared(Generic[S]):
     """Which samples each step trains."""
     steps: int
     """Steps to take."""
-
     digest: str
     """BLAKE3 (hex) of the samples to train on and of what decides their order."""
+    held_out_digest: str
+    """BLAKE3 (hex) of the samples to evaluate on, in their order."""
 
     @property
     def rows(self) -> tuple[Demonstration, ...]:
@@ -132,8 +133,9 @@ def _prepared(config: TuningConfig, model: StartingModel, reading: _Reading[R, S
     kept = tuple(sample for sample in train if _identity(sample) not in known)
     if not kept:
         raise ConfigError(
-            f"of {len(train)} samples none is left to train on ({fitting.left_out} too long, "
-            f"{len(train) - len(kept)} held out too); give other files, or raise data.max_tokens"
+            f"no sample is left to train on: {fitting.left_out} are too long, {len(held_out)} are held out, and "
+            f"{len(train) - len(kept)} of the others are the same as one of those; give other files, raise "
+            "data.max_tokens, or hold out fewer"
         )
     trainer = config.trainer
     order = SampleOrder(
@@ -150,6 +152,7 @@ def _prepared(config: TuningConfig, model: StartingModel, reading: _Reading[R, S
         order=order,
         steps=trainer.steps if trainer.steps is not None else order.steps_in(trainer.epochs or 0),
         digest=_digest(kept, (config.seed, trainer.tokens_per_step, trainer.shuffle)),
+        held_out_digest=_digest(held_out, ()),
     )
 
 
@@ -226,7 +229,7 @@ def _split(samples: list[S], share: float, seed: int) -> tuple[list[S], list[S]]
     )
 
 
-def _digest(samples: Sequence[Conversation | Pair], order: tuple[int, int, bool]) -> str:
+def _digest(samples: Sequence[Conversation | Pair], order: tuple[int, ...]) -> str:
     found = blake3(repr(order).encode())
     for sample in samples:
         found.update(b"sample")

@@ -34,7 +34,7 @@ class SupervisedRun:
         """Nothing."""
         return iter(())
 
-    def resume(self) -> None:
+    def resume(self, scored: ReferenceScored | None) -> None:
         """Nothing."""
 
     def step(self, batch: StepBatch, stop: Stop) -> SupervisedStepped:

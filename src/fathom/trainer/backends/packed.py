@@ -123,7 +123,7 @@ class PackedRows:
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def take(self, rows: Sequence[int]) -> PackedRows:
-        """Some of the rows, at least one, in the order given; without ids to be compared with a teacher."""
+        """Some of the rows, at least one, in the order given."""
         starts = np.cumsum([0, *self.lengths])
         tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
         places, moved = self.places(rows), np.cumsum([0, *(self.lengths[row] for row in rows)])
