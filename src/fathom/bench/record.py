@@ -150,6 +150,17 @@ def take(workload: str, options: Section, measure: Callable[[], Measured]) -> Be
     )
 
 
+def require_place(folder: Path) -> None:
+    """Raise ConfigError where no record can be filed: to be asked before anything is measured."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"records cannot be filed in {folder}: {existing} is no folder to write in; give another --out"
+        )
+
+
 def file_record(record: BenchRecord, folder: Path) -> Path:
     """Write `folder/ID.json`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

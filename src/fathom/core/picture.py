@@ -52,6 +52,8 @@ def picture(file: Path, *, option: str, inches: tuple[float, float]) -> Generato
         ConfigError: the file cannot be written.
     """
     require_matplotlib(option)
+    if not file.suffix:  # matplotlib would add one, and the picture would be elsewhere
+        raise ConfigError(f"{option} {file} does not say what kind of picture; end it with .png, .svg or .pdf")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -68,7 +68,7 @@ def build_environment(kind: str, options: Mapping[str, JsonValue]) -> AnyEnviron
     near = difflib.get_close_matches(kind, BUILT_IN, n=1)
     raise ConfigError(
         f"unknown task.kind {kind!r}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        + (f"; did you mean {near[0]!r}?" if near else ".")
         + f" Built in: {', '.join(BUILT_IN)}; a class of your own is written 'package.module:ClassName'"
     )
 

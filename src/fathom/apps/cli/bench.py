@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fathom.apps.cli.arguments import AsJson
-from fathom.bench.record import BenchRecord, Sample, file_record, read_record
+from fathom.bench.record import BenchRecord, Sample, file_record, read_record, require_place
 from fathom.bench.workloads import WORKLOADS, Workload, run_workload
 from fathom.config.load import apply_override
 from fathom.core.errors import ConfigError
@@ -147,6 +147,7 @@ def _measure(
     values: dict[str, Any] = {flag: value for flag, value in flags.items() if value is not None}
     for override in overrides or []:
         apply_override(values, override)
+    require_place(out)
     progress = Console(stderr=True)
     record = run_workload(name, values, lambda line: progress.print(line, style="dim", highlight=False))
     path = file_record(record, out)

@@ -62,8 +62,14 @@ def main() -> None:
     except FathomError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
         sys.exit(BAD_INPUT if isinstance(error, ConfigError) else FAILED)
+    except OSError as error:
+        if error.filename is None:  # not about a file: a fault of ours, whose place is told
+            raise
+        told = f"{error.strerror}: {error.filename!r}; name another place, or set it right"
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(told)}", highlight=False)
+        sys.exit(FAILED)
 
 
-def _plain(error: Exception) -> str:
+def _plain(error: Exception | str) -> str:
     """The message with its brackets kept, not read as markup."""
     return str(error).replace("[", r"\[")

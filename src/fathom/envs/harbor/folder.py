@@ -146,7 +146,8 @@ def task_folders(parents: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for parent in parents:
         if not parent.is_dir():
-            raise DataError(f"no folder {parent} in {Path.cwd()}")
+            told = f"{parent} is a file" if parent.exists() else f"no folder {parent} in {Path.cwd()}"
+            raise DataError(f"{told}; give a task's folder, or a folder of such")
         inner = [parent] if (parent / "task.toml").is_file() else sorted(p.parent for p in parent.glob("*/task.toml"))
         if not inner:
             raise DataError(f"{parent} is no task folder and has none in it (there is no task.toml)")

@@ -73,6 +73,7 @@ async def _follow(follower: Follower, look_s: float, news: News, *, once: bool) 
     if once:
         report = await follower.pull()
         news(report)
+        await asyncio.to_thread(follower.end)
         return report
     following = asyncio.create_task(follower.follow(look_s, news))
     loop = asyncio.get_running_loop()

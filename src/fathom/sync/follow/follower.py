@@ -88,9 +88,13 @@ class Follower:
                     news(self.report)
                 await asyncio.sleep(max(look_s, _RETRY_S) if self.report.error else look_s)
         finally:
-            self._note(following=False)
-            with suppress(DeliveryError):  # the medium is gone: then the report says so by its age
-                put_report(self._store, self.report)
+            self.end()
+
+    def end(self) -> None:
+        """Report that it follows no more. What it serves is not touched."""
+        self._note(following=False)
+        with suppress(DeliveryError):  # the medium is gone: then the report says so by its age
+            put_report(self._store, self.report)
 
     async def pull(self) -> FollowerReport:
         """Serve the newest version, if there is a newer one; returns how it stands. Never raises for what fails."""

@@ -14,9 +14,9 @@ from fathom.run.weights.requests import JoinRequest, LeaveRequest, Request, Requ
 
 _LOOK_S = 0.2
 
-Wait = Annotated[float, typer.Option("--wait-s", help="seconds to wait for the answer")]
+Wait = Annotated[float, typer.Option("--wait-s", min=0.0, help="seconds to wait for the answer")]
 DrainWithin = Annotated[
-    float, typer.Option("--within-s", help="seconds for its generations to end; the rest is discarded")
+    float, typer.Option("--within-s", min=0.0, help="seconds for its generations to end; the rest is discarded")
 ]
 
 fleet = typer.Typer(no_args_is_help=True, help="Let engines join and leave a run while it goes on.")

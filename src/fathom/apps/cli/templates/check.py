@@ -58,6 +58,8 @@ def _read(source: Path, tokenizer: Path | None, stops: tuple[str, ...]) -> Token
         raise ConfigError(f"{source} is neither a model folder nor the file of a chat template")
     if tokenizer is None:
         raise ConfigError(f"{source} is a template alone; add --tokenizer with a model folder or a tokenizer's file")
+    if not tokenizer.exists():
+        raise ConfigError(f"no tokenizer {tokenizer}; give --tokenizer a model folder or a tokenizer's file")
     try:
         text = source.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -62,7 +62,7 @@ def export(
 def _chosen(reader: LedgerReader, step: int | None, trajectory: str | None) -> list[TrajectoryId]:
     """Each once, in the order in which they ended, or of the step's rows."""
     if trajectory is not None:
-        return [TrajectoryId(trajectory)]
+        return [reader.trajectory(TrajectoryId(trajectory)).entry.id]
     if step is None:
         return [entry.id for entry in reader.trajectories()]
     names = list(dict.fromkeys(row.trajectory for row in reader.rows_at(step)))

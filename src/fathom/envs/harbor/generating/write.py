@@ -55,7 +55,8 @@ def write_tasks(folder: Path, seed: int, count: int, held_out: int, families: Se
             these families.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} is not empty; name a new folder")
+        there = "is not empty" if folder.is_dir() else "is a file"
+        raise DataError(f"{folder} {there}; name a new folder")
     train, held = draw(seed, count, held_out, families)
     _write_all(folder / "eval", held, 0)
     _write_all(folder / "train", train, held_out)

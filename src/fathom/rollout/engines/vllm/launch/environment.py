@@ -121,9 +121,9 @@ def _require_room(folder: Path) -> None:
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
-    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"{folder} holds something else than a Python environment; give another folder with --to")
-    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} cannot be written; give another folder with --to")
     free = shutil.disk_usage(existing).free
     if free < NEEDED_BYTES and not (folder / "pyvenv.cfg").is_file():
