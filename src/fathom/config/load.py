@@ -46,6 +46,8 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def parse_config(tree: Mapping[str, Any], origin: str) -> RunConfig:
     """Validate a tree of plain values. `origin` names it in errors. Raises ConfigError."""
+    if "data" in tree and "task" not in tree:
+        raise ConfigError(f"{origin} has [data] and no [task]: it is a run for fathom sft or dpo, not for fathom train")
     return parse_root(RunConfig, tree, origin)
 
 

@@ -95,16 +95,22 @@ def describe_run(path: Path) -> RunListing:
 
 
 def find_run(run: str, runs_dir: Path) -> Path:
-    """The run that a person means, with a ledger of its own; see `find_folder`.
+    """The run that a person means, with trajectories and versions in a ledger of its own; see `find_folder`.
 
     Raises:
-        ConfigError: there is none, or several adapters are meant; the message names the nearest, or all of them.
+        ConfigError: there is none, or several adapters are meant; the message names the nearest, or all of them. Or
+            it learnt from files, and has neither trajectories nor versions.
     """
     folder = find_folder(run, runs_dir)
     if adapters := adapters_of(folder):
         raise ConfigError(
             f"{folder.name} trained several adapters, each with a history of its own; name one of "
             f"{', '.join(f'{run}/{name}' for name in adapters)}"
+        )
+    if kind := _tuning_kind(folder):
+        raise ConfigError(
+            f"{folder.name} is a run of fathom {kind}, which has no trajectories, engines or chain of versions; look "
+            f"at it with: fathom show {folder}"
         )
     return folder
 
@@ -177,6 +183,15 @@ def _words(state: RunState, *, held: bool) -> str:
             return "stopped"
         case RunPhase.EMPTY:
             return "empty"
+
+
+def _tuning_kind(path: Path) -> str:
+    """`sft` or `dpo`. Empty: it is a run of fathom train, or its config cannot be read."""
+    try:
+        kind = json.loads((path / "config.json").read_text(encoding="utf-8")).get("kind", "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return kind if isinstance(kind, str) else ""
 
 
 def _planned_steps(path: Path) -> int | None:
