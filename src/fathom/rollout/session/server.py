@@ -90,14 +90,12 @@ class SessionServer:
             timeout_graceful_shutdown=int(_END_S),
         )
         self._server = _Server(settings)
-        self._tasks = [
-            asyncio.create_task(self._server.serve(sockets=[listener])),
-            asyncio.create_task(self._expire()),
-        ]
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             await asyncio.sleep(0.005)
-            if self._tasks[0].done():
+            if serving.done():
                 raise ConfigError(f"the session server did not start on {self._host}; see its log")
+        self._tasks = [serving, asyncio.create_task(self._expire())]
 
     async def close(self) -> None:
         """Answer no more. Sessions stay as they are."""

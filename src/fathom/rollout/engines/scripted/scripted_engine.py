@@ -33,6 +33,7 @@ from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_
 from fathom.rollout.engines.scripted.fault import Call, Fault, Trouble
 from fathom.rollout.engines.scripted.generation import Generation, tampered
 from fathom.rollout.engines.scripted.script import Script
+from fathom.rollout.engines.seen_requests import SeenRequests
 from fathom.rollout.engines.stop_strings import Decode
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -93,7 +94,7 @@ class ScriptedEngine:
         self._form: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self._waiting: AdmissionQueue[Generation] = AdmissionQueue()
         self._generations: dict[str, Generation] = {}
-        self._seen: set[str] = set()
+        self._seen = SeenRequests()
         self._prefixes: set[tuple[int, bytes]] = set()
         self._draining: asyncio.Future[None] | None = None
         self._dead = asyncio.Event()
@@ -250,7 +251,7 @@ class ScriptedEngine:
         live = self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._script.vocab_size))
         self._refuse(why_not_version(request, live))
-        if request.request_id in self._seen:
+        if request.request_id in self._seen or request.request_id in self._generations:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
         in_use = [each.request.pinned for each in self._generations.values()]
         if request.pinned is not None and request.pinned not in (live, self._pinned_last, *in_use):

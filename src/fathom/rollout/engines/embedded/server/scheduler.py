@@ -35,6 +35,7 @@ from fathom.rollout.engines.embedded.server.decode.decoder import Decoder
 from fathom.rollout.engines.embedded.server.job import Job, Stream
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSet, WeightSets
 from fathom.rollout.engines.refusals import not_held, why_not_generate, why_not_score, why_not_version
+from fathom.rollout.engines.seen_requests import SeenRequests
 from fathom.sync.held import Held
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class Scheduler:
         self._calls: Calls = queue.SimpleQueue() if calls is None else calls
         self._waiting: AdmissionQueue[Job] = AdmissionQueue()
         self._jobs: dict[str, Job] = {}
-        self._seen: set[str] = set()
+        self._seen = SeenRequests()
         self._scores: list[tuple[ScoreRequest, Stream]] = []
         self._manifest: Manifest | None = None
         self._drain: _Drain | None = None
@@ -155,7 +156,7 @@ class Scheduler:
         serving = self._serving()
         self._refuse(why_not_generate(request, self._capabilities, self._decoder.vocab_size))
         self._refuse(why_not_version(request, serving))
-        if request.request_id in self._seen:
+        if request.request_id in self._seen or request.request_id in self._jobs:
             raise self._refusal(f"request {request.request_id} was sent before; a generation is never started twice")
         pinned = None if request.pinned is None else self._weights.pin(request.pinned)
         if request.pinned is not None and pinned is None:
