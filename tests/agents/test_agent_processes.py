@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import agent_deeds
@@ -21,7 +22,16 @@ from fathom.core.records.message import Message, Role
 from fathom.core.records.trajectory import Graded, Ungraded
 from fathom.envs.agents import AgentProcesses
 
-LIMITS = LimitsConfig(boot_s=0.3, agent_s=0.3, grade_s=0.3, close_s=0.3, grace_s=0.2)
+LONG_S = 60.0
+PATIENT = LimitsConfig(boot_s=LONG_S, agent_s=LONG_S, grade_s=LONG_S, close_s=LONG_S, grace_s=1.0)
+NEVER_OVER = {
+    "boot": ("boot:hang", "boot:block"),
+    "act": ("act:hang", "act:resist", "act:block", "act:spin", "act:resist_all"),
+    "grade": ("grade:hang", "grade:resist", "grade:spin"),
+    "close": ("close:hang", "close:resist_all"),
+}
+SHORT = {phase: PATIENT.model_copy(update={f"{'agent' if phase == 'act' else phase}_s": 1.0}) for phase in NEVER_OVER}
+"""Only the phase that is never over has a short limit."""
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:1", key="k", model="policy")
 
 
@@ -47,7 +57,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def deeds(loop):
-    processes = AgentProcesses(Deeds(), LIMITS)
+    processes = AgentProcesses(Deeds(), PATIENT)
     loop.run_until_complete(processes.start())
     yield processes
     loop.run_until_complete(processes.close())
@@ -55,10 +65,34 @@ def deeds(loop):
 
 @pytest.fixture(scope="module")
 def commands(loop):
-    processes = AgentProcesses(Commands(), LIMITS)
+    processes = AgentProcesses(Commands(), PATIENT)
     loop.run_until_complete(processes.start())
     yield processes
     loop.run_until_complete(processes.close())
+
+
+@pytest.fixture(scope="module")
+def overdue(loop):
+    """What became of the deeds that are never over, and what was told; all side by side, with nothing left of them."""
+
+    async def play_all():
+        async with AsyncExitStack() as stack:
+            all_of = {
+                phase: await stack.enter_async_context(AgentProcesses(Deeds(), limits))
+                for phase, limits in SHORT.items()
+            }
+            before, open_before = processes_below(os.getpid()), descriptors()
+            told = {deed: Told() for deeds in NEVER_OVER.values() for deed in deeds}
+            played = await asyncio.gather(
+                *(all_of[deed.partition(":")[0]].play(task(deed), ENDPOINT, told[deed]) for deed in told)
+            )
+            assert processes_below(os.getpid()) == before
+            assert descriptors() == open_before
+            for processes in all_of.values():
+                assert isinstance((await processes.play(task(), ENDPOINT, Told())).reward, Graded)
+            return {deed: (ended, told[deed].heard) for deed, ended in zip(told, played, strict=True)}
+
+    return loop.run_until_complete(play_all())
 
 
 def processes_below(root: int) -> set[int]:
@@ -87,6 +121,14 @@ def play(loop, processes, of: Task, told: Told | None = None) -> Played:
     assert processes_below(os.getpid()) == before
     assert descriptors() == open_before
     return played
+
+
+def ended(loop, deeds, overdue, deed: str) -> tuple[Played, list[tuple[Acting, str]]]:
+    """How an episode with this deed ended, and what was told."""
+    if deed in overdue:
+        return overdue[deed]
+    told = Told()
+    return play(loop, deeds, task(deed), told), told.heard
 
 
 def test_an_episode_is_graded_by_what_was_said(loop, deeds):
@@ -118,13 +160,12 @@ def test_an_episode_is_graded_by_what_was_said(loop, deeds):
         ("grade:die", "grader_died", Acting.ENDED),
     ],
 )
-def test_faults_are_ungraded_with_their_cause(loop, deeds, deed, cause, acting):
-    told = Told()
-    played = play(loop, deeds, task(deed), told)
+def test_faults_are_ungraded_with_their_cause(loop, deeds, overdue, deed, cause, acting):
+    played, heard = ended(loop, deeds, overdue, deed)
     assert isinstance(played.reward, Ungraded)
     assert (played.reward.cause, played.acting) == (cause, acting)
     assert played.reward.detail
-    assert len(told.heard) == (acting is not None)
+    assert len(heard) == (acting is not None)
     assert isinstance(play(loop, deeds, task()).reward, Graded)
 
 
@@ -133,24 +174,23 @@ def test_faults_are_ungraded_with_their_cause(loop, deeds, deed, cause, acting):
     [
         ("act:raise", Acting.FAILED, "ValueError: as asked"),
         ("act:exit", Acting.FAILED, "SystemExit: 3"),
-        ("act:hang", Acting.TIMEOUT, "not over within 0.3 s"),
+        ("act:hang", Acting.TIMEOUT, "not over within 1 s"),
         ("act:resist", Acting.TIMEOUT, "not over"),
         ("act:block", Acting.TIMEOUT, "not over"),
         ("act:spin", Acting.TIMEOUT, "not over"),
     ],
 )
-def test_what_an_agent_left_is_graded_however_it_ended(loop, deeds, deed, acting, detail):
-    told = Told()
-    played = play(loop, deeds, task(deed), told)
+def test_what_an_agent_left_is_graded_however_it_ended(loop, deeds, overdue, deed, acting, detail):
+    played, heard = ended(loop, deeds, overdue, deed)
     assert isinstance(played.reward, Graded)
     assert played.acting is acting
     assert detail in played.detail
-    assert told.heard == [(acting, played.detail)]
+    assert heard == [(acting, played.detail)]
 
 
 @pytest.mark.parametrize("deed", ["close:hang", "close:die", "close:raise", "close:resist_all"])
-def test_a_fault_of_closing_takes_no_reward_back(loop, deeds, deed):
-    played = play(loop, deeds, task(deed))
+def test_a_fault_of_closing_takes_no_reward_back(loop, deeds, overdue, deed):
+    played, _ = ended(loop, deeds, overdue, deed)
     assert isinstance(played.reward, Graded)
     assert played.fault
 
@@ -168,22 +208,25 @@ def test_what_is_not_to_be_graded_is_not(loop, deeds):
     assert played.fault == ""
 
 
-def test_episodes_run_side_by_side_and_one_that_hangs_delays_nobody(loop, deeds):
+def test_one_that_hangs_delays_nobody(loop, deeds):
     async def all_of_them():
-        plays = [deeds.play(task(deed), ENDPOINT, Told()) for deed in ["boot:hang", *["act:leave"] * 7]]
-        return await asyncio.gather(*plays)
+        hung = asyncio.create_task(deeds.play(task("boot:hang"), ENDPOINT, Told()))
+        others = await asyncio.gather(*(deeds.play(task("act:leave"), ENDPOINT, Told()) for _ in range(7)))
+        assert not hung.done()
+        hung.cancel()
+        await asyncio.gather(hung, return_exceptions=True)
+        return others
 
     before = processes_below(os.getpid())
-    hung, *others = loop.run_until_complete(all_of_them())
-    assert hung.reward.cause == "boot_timeout"
-    assert all(isinstance(played.reward, Graded) for played in others)
+    assert all(isinstance(played.reward, Graded) for played in loop.run_until_complete(all_of_them()))
     assert processes_below(os.getpid()) == before
 
 
 def test_a_run_that_gives_an_episode_up_ends_its_processes(loop, deeds):
     async def give_up():
         playing = asyncio.create_task(deeds.play(task("boot:leave", "act:block"), ENDPOINT, Told()))
-        await asyncio.sleep(0.1)
+        while len(processes_below(os.getpid())) < len(before) + 6:  # itself and the five that it leaves
+            await asyncio.sleep(0.02)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
 
@@ -203,7 +246,7 @@ def test_a_transcript_that_is_no_text_is_a_fault_of_grading(loop, deeds):
 
 
 def test_closed_processes_play_nothing(loop):
-    processes = AgentProcesses(Deeds(), LIMITS)
+    processes = AgentProcesses(Deeds(), PATIENT)
     loop.run_until_complete(processes.start())
     loop.run_until_complete(processes.close())
     with pytest.raises(GraderDeadError):
@@ -219,13 +262,21 @@ def test_closed_processes_play_nothing(loop):
         ("sleep 3600 & setsid sleep 3600 & true", Acting.ENDED, ""),
         ("echo 'no such file' >&2; exit 3", Acting.FAILED, "sh ended with exit code 3: no such file"),
         ("kill -9 $$", Acting.FAILED, "SIGKILL: it wrote nothing"),
-        ("trap '' TERM INT; sleep 3600; sleep 3600", Acting.TIMEOUT, "not over"),
     ],
 )
 def test_a_program_is_an_agent(loop, commands, command, acting, detail):
     played = play(loop, commands, Task(id="t", messages=(), answer=command))
     assert played.acting is acting
     assert detail in played.detail
+    assert isinstance(played.reward, Graded)
+
+
+def test_a_program_that_is_out_of_time_is_killed(loop):
+    processes = AgentProcesses(Commands(), PATIENT.model_copy(update={"agent_s": 1.0}))
+    loop.run_until_complete(processes.start())
+    played = play(loop, processes, Task(id="t", messages=(), answer="trap '' TERM INT; sleep 3600; sleep 3600"))
+    loop.run_until_complete(processes.close())
+    assert (played.acting, "not over" in played.detail) == (Acting.TIMEOUT, True)
     assert isinstance(played.reward, Graded)
 
 
@@ -237,7 +288,7 @@ def test_kill_9_of_the_run_leaves_nothing_of_an_episode():
     run.kill()
     run.wait()
     run.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while left := {pid for pid in started if is_running(pid)}:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
