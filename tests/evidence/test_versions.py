@@ -50,3 +50,15 @@ def test_a_version_whose_step_stands_stands_though_its_publication_is_undone(tmp
     history.end(1)
     with LedgerReader(tmp_path) as reader:
         assert not recorded_versions(reader)[1, 1].undone
+
+
+def test_of_a_coded_version_the_cast_is_told_beside_what_was_published(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.open(config(steps=4))
+    history.publish(0, digest="coded", cast_digest="cast")
+    history.train(1, history.group(0), digest="1")
+    history.publish(1, digest="1")
+    history.end(1)
+    with LedgerReader(tmp_path) as reader:
+        facts = [(each.published, each.cast) for each in recorded_versions(reader).values()]
+    assert facts == [("coded", "cast"), ("1", "1")]

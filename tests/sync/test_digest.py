@@ -207,3 +207,11 @@ def test_copying_much_leaves_no_team_of_threads_behind():
         end.set()
         thread.join()
         torch.set_num_threads(1)
+
+
+def test_a_listing_that_is_known_is_taken_as_it_is():
+    entries = layout(model())
+    manifest = build_manifest(1, 1, None, model(), entries=entries)
+    assert manifest == build_manifest(1, 1, None, model())
+    with pytest.raises(PayloadError, match="list them anew"):
+        build_manifest(1, 1, None, model() | {"scale": torch.zeros(2)}, entries=entries)

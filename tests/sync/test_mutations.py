@@ -17,7 +17,7 @@ from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 from fathom.sync.chain.links import LinkName
 from fathom.sync.chain.store import Store
-from fathom.sync.digest import build_manifest, digest, wrong_tensors
+from fathom.sync.digest import build_manifest, digest, layout, wrong_tensors
 from fathom.sync.faults.faulty_transport import FaultyTransport, Mishap, MishapAt
 from fathom.sync.faults.scripted_clock import run_scripted
 from fathom.sync.held import Held
@@ -139,7 +139,7 @@ BYTES = [
 ]
 
 
-def caught(folder, mutated, receives_into, named, spoil=None) -> None:
+def caught(folder, mutated, receives_into, named, spoil=None, entries=None) -> None:
     """Version 0 serves; version 1 is wrong and is refused by name; version 0 goes on, whole; then 1 is delivered."""
 
     async def scenario() -> None:
@@ -152,7 +152,7 @@ def caught(folder, mutated, receives_into, named, spoil=None) -> None:
         publish = partial(publisher.publish, incarnation=1, mode=InFlightMode.CONTINUE)
         await publish(weights(0), 0)
         with pytest.raises(PayloadError, match=named):
-            await publish(mutated, 1)
+            await publish(mutated, 1, entries=entries)
         assert publisher.serving == (A, B)
         for engine in engines:
             assert engine.version == publisher.delivered
@@ -162,6 +162,18 @@ def caught(folder, mutated, receives_into, named, spoil=None) -> None:
         await publisher.close()
 
     run_scripted(scenario())
+
+
+@pytest.mark.parametrize("receives_into", list(ReceivesInto))
+def test_a_version_that_changed_since_it_was_listed_is_refused_by_name(tmp_path, receives_into):
+    mutated = weights(1)
+    entries = layout(mutated)
+    one_byte(mutated)
+    caught(tmp_path, mutated, receives_into, rf"wrong tensors: \['{EXPERTS}'\]", entries=entries)
+
+
+def test_a_listing_of_other_tensors_is_refused(tmp_path):
+    caught(tmp_path, weights(1), ReceivesInto.STAGING, "of other tensors", entries=layout({Q: weights(1)[Q]}))
 
 
 @pytest.mark.parametrize("receives_into", list(ReceivesInto))

@@ -23,6 +23,8 @@ class RecordedVersion:
     """Digest of the weights that the step left. None: no step of this incarnation made it."""
     published: str | None = None
     """Digest of what was published. None: it was not, or that was not recorded."""
+    cast: str | None = None
+    """Digest of the cast that it was made of; the same, unless it was coded. None: as `published`."""
     undone: bool = True
     """A resume went back behind it."""
 
@@ -47,7 +49,8 @@ def recorded_versions(reader: LedgerReader) -> Mapping[tuple[int, int], Recorded
             case Published() as publication:
                 place = publication.version.order
                 known = note(place, entry.seq, entry.at_s)
-                found[place] = replace(known, published=publication.version.digest)
+                published = publication.version.digest
+                found[place] = replace(known, published=published, cast=publication.cast_digest or published)
             case _:
                 pass
     return found

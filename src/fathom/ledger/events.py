@@ -175,7 +175,7 @@ class Published(msgspec.Struct, frozen=True, tag="published.2"):
     moved_bytes: int
     """Bytes that travelled, to all engines that took it."""
     write_s: float
-    """Seconds to digest the version and to take its bytes."""
+    """Seconds to take the version's bytes; where it went out coded, to code and digest it too."""
     stage_s: float
     """Seconds to stage, the slowest engine."""
     verify_s: float

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fathom.config.trainer import WarmStartConfig
-from fathom.core.adapter import AdapterIdentity
+from fathom.core.adapter import AdapterIdentity, MergeRounding
+from fathom.core.manifest import TensorEntry
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.row import Row, row_of_text
 from fathom.core.records.step import StepOutcome, TrainBatch
 from fathom.run.stop import Stop
 from fathom.run.weights.adapters import Outgoing
-from fathom.sync.digest import digest
+from fathom.sync.digest import layout, root_digest
 from fathom.trainer.backends.port import Backend
 from fathom.trainer.loop.trainer import Trainer
 from fathom.trainer.loop.warm_start import WarmStartStep, warm_start
@@ -35,7 +38,8 @@ class Learner:
         """`thread` is a pool of one; see `start` and `beside`."""
         self._alone = alone
         self._merges = merges
-        self._outgoing: tuple[int, Outgoing] | None = None
+        self._merged: tuple[int, Mapping[str, Tensor], MergeRounding | None] | None = None
+        self._entries: tuple[int, Sequence[TensorEntry]] | None = None
         self._trainer = trainer
         self._backend = backend
         self._stop = stop
@@ -86,6 +90,7 @@ class Learner:
         self, demonstrations: Sequence[Demonstration], config: WarmStartConfig, tokens_per_micro_batch: int, seed: int
     ) -> AsyncIterator[WarmStartStep]:
         """Imitate demonstrations before RL begins."""
+        self._merged = self._entries = None
         steps = warm_start(
             self._backend,
             demonstrations,
@@ -99,6 +104,7 @@ class Learner:
 
     async def begin(self) -> None:
         """RL starts from the current weights, as version 0."""
+        self._merged = self._entries = None
         await self._call(self._trainer.begin)
 
     async def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -111,7 +117,7 @@ class Learner:
 
     async def digest(self) -> str:
         """Root digest (hex) of what is published of the current version."""
-        return await self._call(lambda: digest(self._take_out().tensors))
+        return await self._call(lambda: root_digest(self._take_out().entries))
 
     async def save(self, write: Callable[[Callable[[Path], None]], T]) -> T:
         """Run `write`, which is given the function that saves the trainer into a folder."""
@@ -119,16 +125,21 @@ class Learner:
 
     async def load(self, folder: Path) -> None:
         """Become what a checkpoint holds."""
+        self._merged = self._entries = None
         await self._call(lambda: self._backend.load(folder))
 
     def _take_out(self) -> Outgoing:
-        """Merging takes long, and each version is asked for twice."""
-        if not self._merges:
-            return Outgoing(tensors=self._backend.weights(), adapter=self._backend.adapter, merging=None)
-        if self._outgoing is None or self._outgoing[0] != self.version:
-            tensors, merging = self._backend.whole()
-            self._outgoing = self.version, Outgoing(tensors=tensors, adapter=None, merging=merging)
-        return self._outgoing[1]
+        """Merging and digesting take long, and each version is asked for twice."""
+        if self._merges:
+            if self._merged is None or self._merged[0] != self.version:
+                self._merged = self.version, *self._backend.whole()
+            _, tensors, merging = self._merged
+            adapter = None
+        else:
+            tensors, merging, adapter = self._backend.weights(), None, self._backend.adapter
+        if self._entries is None or self._entries[0] != self.version:
+            self._entries = self.version, layout(tensors, threads=torch.get_num_threads())
+        return Outgoing(tensors=tensors, entries=self._entries[1], adapter=adapter, merging=merging)
 
     def close(self) -> None:
         """Let the thread end after the forward it is in; one that others use goes on."""

@@ -171,11 +171,13 @@ def build_manifest(
     formats: Mapping[str, TensorFormat] = _PLAIN,
     cast_digest: str | None = None,
     adapter: AdapterIdentity | None = None,
+    entries: Sequence[TensorEntry] | None = None,
     threads: int = 1,
 ) -> Manifest:
     """Describe `tensors` (after the cast, tied names resolved to one) as the version `number` of `incarnation`.
 
-    `formats`: how tensors are coded, by name. `cast_digest` and `adapter`: see `Manifest`.
+    `formats`: how tensors are coded, by name. `cast_digest` and `adapter`: see `Manifest`. `entries`: the `layout` of
+    `tensors`; None: not known yet.
 
     Raises:
         PayloadError: nothing to publish, an element type that cannot be, two names for the same memory, or scales that
@@ -184,10 +186,13 @@ def build_manifest(
     if not any(tensor.numel() for tensor in tensors.values()):
         raise PayloadError("there are no bytes to publish; pass the model's parameters after the cast")
     _refuse_tied(tensors)
-    entries = layout(tensors, formats=formats, threads=threads)
-    check_scales({entry.name: entry for entry in entries})
-    version = PolicyVersion(incarnation=incarnation, number=number, digest=root_digest(entries))
-    return Manifest(version=version, parent=parent, tensors=entries, cast_digest=cast_digest, adapter=adapter)
+    listing = layout(tensors, formats=formats, threads=threads) if entries is None else tuple(entries)
+    forms = {name: (dtype_name(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if forms != {entry.name: (entry.dtype, entry.shape) for entry in listing}:
+        raise PayloadError("the entries are of other tensors than those to publish; list them anew")
+    check_scales({entry.name: entry for entry in listing})
+    version = PolicyVersion(incarnation=incarnation, number=number, digest=root_digest(listing))
+    return Manifest(version=version, parent=parent, tensors=listing, cast_digest=cast_digest, adapter=adapter)
 
 
 def wrong_tensors(

@@ -23,7 +23,7 @@ class Publication:
     moved_bytes: int
     """Bytes that travelled, to all engines that took it."""
     write_s: float
-    """Seconds to digest the version and to take its bytes, so that the trainer may go on."""
+    """Seconds to digest the version, unless its digest came with it, and to take its bytes: the trainer may go on."""
     stage_s: float
     """Seconds to stage."""
     verify_s: float

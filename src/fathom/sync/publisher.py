@@ -25,7 +25,7 @@ from fathom.config.sync import SyncConfig
 from fathom.core.adapter import AdapterIdentity
 from fathom.core.errors import DeliveryError, EngineError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
-from fathom.core.manifest import Manifest, WeightSource
+from fathom.core.manifest import Manifest, TensorEntry, WeightSource
 from fathom.core.ports.engine import CommitReport, DigestKind, ReceivesInto, StageReport, VerifyReport
 from fathom.core.ports.faults import Faults, NoFaults
 from fathom.core.records.sampling import InFlightMode
@@ -140,6 +140,7 @@ class Publisher:
         written: asyncio.Event | None = None,
         probe: Probe | None = None,
         adapter: AdapterIdentity | None = None,
+        entries: Sequence[TensorEntry] | None = None,
     ) -> Publication:
         """Deliver `tensors` (the served cast) as version `number` of `incarnation`.
 
@@ -147,6 +148,9 @@ class Publisher:
         transport holds.
 
         `adapter`: whose tensors they are; None: a whole model's. Engines refuse what they do not compute with.
+
+        `entries`: the `layout` of `tensors`, where it is known; it is made here otherwise. Engines refuse a version
+        whose tensors are not as they say.
 
         `probe` is of this version. Engines that digest only what they received must pass it; without one they are
         fenced.
@@ -161,7 +165,9 @@ class Publisher:
             parent = self._parent(number, incarnation)
             self._require_engines()
             started = time.perf_counter()
-            described = partial(describe, number, incarnation, parent, tensors, self._quantiser, adapter=adapter)
+            described = partial(
+                describe, number, incarnation, parent, tensors, self._quantiser, adapter=adapter, entries=entries
+            )
             manifest, published = await asyncio.to_thread(described, threads=torch.get_num_threads())
             try:
                 await self._transport.hold(manifest, published)

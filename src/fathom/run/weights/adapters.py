@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from fathom.config.families import LoraPublish
 from fathom.config.lora import LoraConfig
 from fathom.config.run import RunConfig
 from fathom.core.adapter import AdapterForm, AdapterIdentity, MergeRounding
+from fathom.core.manifest import TensorEntry
 from fathom.sync.adapters.adopt import AdapterStart
 
 
@@ -21,6 +22,8 @@ class Outgoing:
 
     tensors: Mapping[str, Tensor]
     """What is published, good until the next version is."""
+    entries: Sequence[TensorEntry]
+    """Their listing, as the step's digest was made of."""
     adapter: AdapterIdentity | None
     """Whose tensors they are. None: a whole model's."""
     merging: MergeRounding | None

@@ -161,6 +161,7 @@ class Delivery:
                 written,
                 probe,
                 outgoing.adapter,
+                outgoing.entries,
             )
         except (DeliveryError, PayloadError) as error:
             version = PolicyVersion(incarnation=self._incarnation, number=number, digest="")

@@ -156,6 +156,11 @@ def _require_recorded(link: Link, recorded: RecordedVersion) -> None:
             "published: this chain is not this run's"
         )
     cast = link.manifest.cast_digest or version.digest
+    if recorded.cast not in (None, cast):
+        raise PayloadError(
+            f"the chain holds a {version.name} of the cast {cast}, and one of {recorded.cast} was published: "
+            "this chain is not this run's"
+        )
     if recorded.stepped not in (None, cast):
         raise PayloadError(
             f"the chain holds a {version.name} with the digest {cast}, and step {version.number} left "
