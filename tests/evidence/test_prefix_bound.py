@@ -177,6 +177,15 @@ def test_what_went_on_under_other_weights_is_known_to_nobody_but_its_beginning_i
     assert best([mixed, replace(after, version=0)]) == 3
 
 
+def test_what_was_computed_again_under_new_weights_is_known_under_both() -> None:
+    """Its answer began under version 0 and went on under 1, all of the context being computed again."""
+    first = records.trajectory(prompt=3, versions=(0, 0, 1, 1), started_s=0.0)
+    tokens = tuple(first.payload.branches[0].token_ids.tolist())
+    for version, known in ((0, 3 + 2), (1, 3 + 4), (2, 0)):
+        after = recorded([Asked(trajectory=9, prompt=(*tokens, 99), answer=(1,), engine="engine-0", version=version)])
+        assert sum(known_at_best([first, *after]).values()) == known
+
+
 def test_order_in_time_counts_and_not_that_of_the_history() -> None:
     short = Asked(trajectory=0, prompt=(1, 2), answer=(3, 4))
     late = Asked(trajectory=1, prompt=(1, 2, 3, 4), answer=(9,))
