@@ -192,6 +192,21 @@ def test_a_change_is_called_one_only_when_the_data_support_it() -> None:
     assert alone is not None
     assert alone.standard_error is None
     assert "paired by task: -1.000, 95 %" in alone.sentence("reward")
+    assert "no change can be claimed, too few tasks differ (1)" in alone.sentence("reward")
+
+
+@pytest.mark.parametrize("tasks", [6, 400])
+@pytest.mark.parametrize("changed", [1, 5, 6])
+def test_a_handful_of_tasks_is_no_change_however_narrow_the_interval(tasks: int, changed: int) -> None:
+    """Of 5 that all got better one would say so once in 16 times though nothing is better."""
+    after = [1.0] * changed + [0.0] * (tasks - changed)
+    found = paired_difference([0.0] * tasks, after)
+    assert found is not None
+    assert found.changed == changed
+    assert found.is_change == (changed == 6)
+    assert ("it rose" in found.sentence("pass rate")) == (changed == 6)
+    named = f"too few samples differ ({changed})" in found.sentence("pass rate", unit="sample")
+    assert named == (changed < 6)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))

@@ -12,6 +12,9 @@ from fathom.core.errors import LedgerError
 
 _RESAMPLES = 10_000
 _SEED = 0
+FEWEST_CHANGED = 6
+"""Were nothing changed, so many tasks would all differ in the same direction once in 32 times; with fewer it happens by
+chance more often than an interval of 95 % allows, however narrow that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,8 @@ class PairedDifference:
 
     tasks: int
     """Tasks graded both times."""
+    changed: int
+    """Tasks of these with another value after than before."""
     before: float
     """Mean before, over these tasks."""
     after: float
@@ -39,16 +44,16 @@ class PairedDifference:
 
     @property
     def is_change(self) -> bool:
-        """True when the interval excludes 0."""
-        return self.low > 0 or self.high < 0
+        """True when the interval excludes 0, and that not by a handful of tasks."""
+        return (self.low > 0 or self.high < 0) and self.changed >= FEWEST_CHANGED
 
-    def sentence(self, what: str, digits: int = 3) -> str:
-        """What the data support, and no more."""
-        verdict = (
-            f"it {'rose' if self.difference > 0 else 'fell'}: the interval excludes 0"
-            if self.is_change
-            else "no change can be claimed"
-        )
+    def sentence(self, what: str, digits: int = 3, *, unit: str = "task") -> str:
+        """What the data support, and no more. `unit`: what was paired."""
+        if self.is_change:
+            verdict = f"it {'rose' if self.difference > 0 else 'fell'}: the interval excludes 0"
+        else:
+            few = f", too few {unit}s differ ({self.changed})" if 0 < self.changed < FEWEST_CHANGED else ""
+            verdict = f"no change can be claimed{few}"
         before, after, difference = (
             _with_error(value, error, digits)
             for value, error in (
@@ -58,9 +63,9 @@ class PairedDifference:
             )
         )
         return (
-            f"{what}: {before} before, {after} after; after - before, paired by task: {difference}, 95 % interval "
-            f"{self.low:+.{digits}f} to {self.high:+.{digits}f} over {self.tasks} tasks; {verdict} (one run; standard "
-            "errors in brackets)"
+            f"{what}: {before} before, {after} after; after - before, paired by {unit}: {difference}, 95 % interval "
+            f"{self.low:+.{digits}f} to {self.high:+.{digits}f} over {self.tasks} {unit}s; {verdict} (one run; "
+            "standard errors in brackets)"
         )
 
 
@@ -80,6 +85,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Paired
     low, high = _interval(second - first)
     return PairedDifference(
         tasks=len(first),
+        changed=int((first != second).sum()),
         before=float(first.mean()),
         after=float(second.mean()),
         difference=float((second - first).mean()),

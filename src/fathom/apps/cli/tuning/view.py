@@ -88,12 +88,7 @@ def _evaluations(summary: TuningSummary) -> RenderableType:
             f"{pair.chosen_probability:.1%}",
             f"{pair.rejected_probability:.1%}",
         )
-    table.caption = "\n".join(
-        f"{name}, after - before, paired: {found.difference:+.4f}, 95 % interval {found.low:+.4f} to {found.high:+.4f} "
-        f"over {found.tasks} samples; {'the interval excludes 0' if found.is_change else 'no change can be claimed'} "
-        "(one run)"
-        for name, found in summary.differences
-    )
+    table.caption = "\n".join(found.sentence(name, digits=4, unit="sample") for name, found in summary.differences)
     table.caption_justify = "left"
     return table
 
