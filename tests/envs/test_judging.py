@@ -60,12 +60,12 @@ def test_what_may_pass_is_tried_again(status: int) -> None:
 
 
 def test_a_late_answer_is_asked_for_again_until_the_deadline() -> None:
-    with ScriptedJudge(JudgeReply(delay_s=1.0), JudgeReply(text="1")) as server:
-        assert judge_at(server, timeout_s=0.2).score_now("?") == 1.0
-    with ScriptedJudge(JudgeReply(delay_s=1.0)) as server:
-        cause, detail = cause_of(judge_at(server, timeout_s=0.1, tries=2))
+    with ScriptedJudge(JudgeReply(delay_s=60.0), JudgeReply(text="1")) as server:
+        assert judge_at(server, timeout_s=2.0).score_now("?") == 1.0
+    with ScriptedJudge(JudgeReply(delay_s=60.0)) as server:
+        cause, detail = cause_of(judge_at(server, timeout_s=1.0, tries=2))
         assert (cause, len(server.calls)) == ("judge_timeout", 2)
-        assert "no answer within 0.1 s (2 tries)" in detail
+        assert "no answer within 1 s (2 tries)" in detail
         cause, detail = cause_of(judge_at(server, timeout_s=0.5, deadline_s=0.2, tries=9))
         assert (cause, detail) == ("judge_timeout", "no judgement within 0.2 s")
     with ScriptedJudge(JudgeReply(status=503, headers={"retry-after": "3600"})) as server:

@@ -65,7 +65,7 @@ def model() -> Iterator[Model]:
         thread.join()
 
 
-def play(folder: Path, model: Model, keys: list[str], agent_s: float = 1.5, **options: Any) -> list[Played]:
+def play(folder: Path, model: Model, keys: list[str], agent_s: float = 8.0, **options: Any) -> list[Played]:
     """One episode for each key, side by side."""
     environment = HarborEnvironment(HarborOptions(folders=(str(folder),), **options))
     limits = LimitsConfig(boot_s=60, agent_s=agent_s, grade_s=60, close_s=60)
