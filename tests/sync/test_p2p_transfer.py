@@ -28,6 +28,7 @@ from fathom.sync.transports.p2p.held import Slice
 from fathom.sync.transports.p2p.landing import Landing
 from fathom.sync.transports.p2p.line import Line, LineError
 from fathom.sync.transports.p2p.messages import Answer, Ask, Failed, Hello
+from fathom.sync.transports.p2p.peer_transport import PeerTransport
 
 WRITES = len([tensor for tensor in model().values() if tensor.numel()])
 
@@ -411,3 +412,12 @@ def test_options_that_would_be_ignored_or_cannot_work_are_refused():
 def test_an_address_that_is_not_ours_names_the_options():
     with pytest.raises(ConfigError, match=r"sync.p2p.host"), sending() as side:
         type(side.senders[0])(side.fabrics[0], "192.0.2.1", 0, 1.0)
+
+
+def test_when_one_of_several_sources_cannot_listen_none_does():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    config = PeerConfig(fabric=FabricKind.MEMORY, port=port)
+    with pytest.raises(ConfigError, match=rf"sync.p2p.port = {port}"):
+        PeerTransport.open(config, 5.0, (None, None))
+    PeerTransport.open(config, 5.0).close()

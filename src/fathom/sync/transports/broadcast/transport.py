@@ -15,6 +15,7 @@ from fathom.config.sync import BroadcastConfig
 from fathom.core.errors import DeliveryError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import BroadcastSource, Manifest
+from fathom.sync.held import host_block
 from fathom.sync.transports.broadcast.bucket_source import BucketSource, FlatSource, layout_bytes
 from fathom.sync.transports.broadcast.buckets import plan_buckets
 from fathom.sync.transports.broadcast.roll_call import forget
@@ -110,8 +111,8 @@ class BroadcastTransport:
             if len(flat.memory) == size_bytes:
                 return flat
         try:
-            return FlatSource(torch.zeros(size_bytes, dtype=torch.uint8))  # padding travels too
-        except RuntimeError as error:
+            return FlatSource(torch.from_numpy(host_block(size_bytes)))  # of zeros: padding travels too
+        except MemoryError as error:
             raise DeliveryError(
                 f"no {size_bytes / 1e6:.0f} MB of memory for a version ({error}); make room, or set sync.transport "
                 "= 'disk'"

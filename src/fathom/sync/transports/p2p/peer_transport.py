@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Self, final
 
 from torch import Tensor
@@ -38,10 +39,13 @@ class PeerTransport:
         Raises:
             ConfigError: the fabric is not installed or does not start, or nothing can listen at the address.
         """
-        senders = [
-            Sender(FABRICS[config.fabric](config.host), config.host, config.port, timeout_s * _SENDER_SHARE)
-            for _ in layout
-        ]
+        senders: list[Sender] = []
+        with ExitStack() as opened:
+            for _ in layout:
+                fabric = opened.enter_context(closing(FABRICS[config.fabric](config.host)))
+                senders.append(Sender(fabric, config.host, config.port, timeout_s * _SENDER_SHARE))
+                opened.callback(senders[-1].close)
+            opened.pop_all()  # nothing is closed when all could be opened
         return cls(config.fabric, senders, timeout_s * _ENGINE_SHARE, layout)
 
     def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -63,10 +67,12 @@ class PeerTransport:
 
     def release(self, version: PolicyVersion) -> None:
         """Keep the memory, for a later version to be copied into."""
-        for sender in self._senders:
-            sender.release(version)
+        with ExitStack() as each:  # one whose write is stuck does not keep the others from it
+            for sender in self._senders:
+                each.callback(sender.release, version)
 
     def close(self) -> None:
         """End the sockets and the fabrics. Idempotent."""
-        for sender in self._senders:
-            sender.close()
+        with ExitStack() as each:
+            for sender in self._senders:
+                each.callback(sender.close)

@@ -181,8 +181,12 @@ def _end_with_server() -> None:
 
 
 def _parent_of(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])
+    """0: it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _adapter_folder() -> str:
