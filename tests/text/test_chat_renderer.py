@@ -164,6 +164,8 @@ def test_templates_may_use_what_transformers_gives_them(tmp_path):
     [
         ("{{ raise_exception('roles must alternate') }}", DataError, "roles must alternate"),
         ("{{ messages[9].content }}", DataError, "refuses a conversation with roles"),
+        ("{{ 1 // 0 }}", DataError, "division"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", DataError, "recursion"),
         ("{{ ''.__class__.__mro__ }}", DataError, "unsafe"),
         ("", DataError, "prompt is empty"),
         ("{{ messages[0].content }}!", ConfigError, "cannot encode"),

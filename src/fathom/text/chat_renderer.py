@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import jinja2
 import numpy as np
 from blake3 import blake3
 
@@ -13,7 +12,7 @@ from fathom.core.errors import ConfigError, DataError
 from fathom.core.ports.environment import ChatMessage
 from fathom.core.records.demonstration import Demonstration
 from fathom.core.records.trajectory import TokenizerIdentity
-from fathom.text.chat_template import compile_template
+from fathom.text.chat_template import FAULTS, compile_template
 from fathom.text.tokenizer import Tokenizer
 
 _PROBE = "fathom"
@@ -99,6 +98,7 @@ class ChatRenderer:
                 add_generation_prompt=open_answer,
                 **self._tokenizer.special.texts,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except FAULTS as error:
             roles = [message["role"] for message in messages]
-            raise DataError(f"the chat template refuses a conversation with roles {roles}: {error}") from error
+            said = str(error) or type(error).__name__
+            raise DataError(f"the chat template refuses a conversation with roles {roles}: {said}") from error

@@ -15,6 +15,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fathom.core.errors import ConfigError
 
+FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What the program of a stranger may end with."""
 _LONGEST, _HIGHEST_POWER = 10**7, 64
 
 

@@ -6,25 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any, final
 
-import jinja2
 import msgspec
 
 from fathom.core.errors import DataError
 from fathom.core.records.message import Message, Role, Tool, ToolCall
 from fathom.text.chat.one_call_each import one_call_each
-from fathom.text.chat_template import compile_template
+from fathom.text.chat_template import FAULTS, compile_template
 
-_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What the program of a stranger may end with."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROBES = ("fathomvalue", "fathomother")
 _THOUGHT = "fathomthought"
@@ -81,7 +69,7 @@ class TemplateText:
             given["tools"] = [_plain_tool(tool) for tool in tools]
         try:
             return self._template.render(**given, **self._special, add_generation_prompt=opened)
-        except _FAULTS as error:
+        except FAULTS as error:
             said = str(error) or type(error).__name__
             raise DataError(f"the chat template refuses this conversation: {said}") from error
 
