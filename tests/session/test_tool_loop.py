@@ -77,6 +77,14 @@ def test_turns_of_its_own_that_are_used_up_cut_it_short():
         assert talk(served, served.open(), max_turns=2)[-1]["content"] == "done"
 
 
+def test_an_answer_has_one_deadline_however_often_it_is_asked_for():
+    with serving("done$", gated=True) as served:
+        key = served.open()
+        with pytest.raises(httpx.ReadTimeout, match="no answer within 1 s"):
+            talk(served, key, timeout_s=1.0)
+        served.call(served.answers.gate.set)
+
+
 def test_a_fault_of_the_engine_is_asked_again_and_what_is_refused_is_raised():
     with serving("lost$", "kept$", failure=EngineDeadError("e", "gone", "")) as served:
         assert talk(served, served.open())[-1]["content"] == "kept"

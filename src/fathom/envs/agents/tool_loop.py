@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ async def tool_loop(
         messages: the conversation so far, as Chat Completions writes it.
         tools: what may be called.
         max_turns: answers at most.
-        timeout_s: deadline of one answer.
+        timeout_s: deadline of one answer, asked for as often as it may be.
 
     Raises:
         CutShortError: the turns are used up, and the last answer called a tool, which was run.
@@ -58,10 +59,14 @@ async def tool_loop(
     headers = {"authorization": f"Bearer {endpoint.key}"}
     secure = endpoint.base_url.startswith("https:")  # reading certificates costs more than an answer
     async with httpx.AsyncClient(
-        base_url=endpoint.base_url, headers=headers, timeout=timeout_s, trust_env=False, verify=secure
+        base_url=endpoint.base_url, headers=headers, timeout=None, trust_env=False, verify=secure
     ) as client:
         for _ in range(max_turns):
-            choice = await _ask(client, endpoint.model, conversation, tools)
+            try:
+                async with asyncio.timeout(timeout_s):  # httpx would bound each part of each try
+                    choice = await _ask(client, endpoint.model, conversation, tools)
+            except TimeoutError as error:
+                raise httpx.ReadTimeout(f"the model gave no answer within {timeout_s:g} s") from error
             if choice is None:
                 return conversation
             message: dict[str, Any] = choice["message"]

@@ -104,6 +104,7 @@ def _next_order(control: socket.socket, parent: int) -> tuple[bool, int, socket.
     if len(message) != ORDER.size:
         return None
     begins, number = ORDER.unpack(message)
+    os.set_inheritable(descriptors[0], False)  # what came over a socket would be every program's that a worker starts
     return begins, number, socket.socket(fileno=descriptors[0])
 
 
