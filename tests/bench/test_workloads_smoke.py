@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from fathom.bench.options import EngineOptions
 from fathom.bench.record import BenchRecord, values
+from fathom.bench.rig.stand import tiny_model
 from fathom.bench.workloads import run_workload
 from fathom.bench.workloads.probe import SETTINGS
 
@@ -38,6 +41,12 @@ def test_engine_measures_every_side_at_every_batch() -> None:
         for batch in ("1 at once", "3 at once"):
             assert values(record.samples, side, batch)[0] > 0
     assert {target.required for target in record.targets} == {False}
+
+
+def test_engine_fits_the_tiny_model_as_it_is_called_without_options(tmp_path: Path) -> None:
+    config = json.loads((tiny_model(tmp_path / "model") / "config.json").read_text())
+    options = EngineOptions()
+    assert options.prompt_tokens + options.new_tokens <= config["max_position_embeddings"]
 
 
 def test_ledger_writes_each_length(tmp_path: Path) -> None:

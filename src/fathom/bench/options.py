@@ -220,8 +220,9 @@ class EngineOptions(Section):
     """Requests at once."""
     prompt_tokens: int = Field(default=32, gt=0)
     """Random tokens of each prompt; no two prompts are equal."""
-    new_tokens: int = Field(default=256, gt=0)
-    """Exactly this many are sampled for each, at temperature 1, with their log-probabilities."""
+    new_tokens: int = Field(default=224, gt=0)
+    """Exactly this many are sampled for each, at temperature 1, with their log-probabilities. By default all that the
+    tiny model has positions for."""
     threads: int = Field(default=2, gt=0)
     """CPU threads of each side."""
     repeats: int = Field(default=3, gt=0)
