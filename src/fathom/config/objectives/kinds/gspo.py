@@ -13,7 +13,7 @@ GSPO = Declaration(
     formula="max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of log policy - log proximal)",
     denominators=(
         "The mean in s is over the trajectory's tokens in the gradient, in all its rows. The loss is the mean over the "
-        "trajectories that have such a token."
+        "trajectories that have a token that counts (rejected ones count, unless rejection_denominator = 'kept')."
     ),
     use="Mixtures of experts and long answers, where single ratios are noisy. Clips are narrow: s is a mean.",
     loss=PolicyLossKind.SEQUENCE_CLIP,
