@@ -17,6 +17,7 @@ from fathom.ledger.reader import LedgerReader
 from fathom.model.language_model import LanguageModel
 from fathom.run.tuning.plan import parse_tuning
 from fathom.run.tuning.run import TuningRun, kind_of
+from fathom.trainer.tuning.order import SampleOrder
 from fathom.sync.digest import digest
 
 torch.set_num_threads(1)
@@ -169,6 +170,11 @@ def test_what_is_held_out_is_not_trained(data, tmp_path):
     file = data / "sft" / "train.jsonl"
     share = TuningRun.of(config(data, tmp_path, "sft", data={"train": [str(file)], "held_out_share": 0.25})).plan
     assert (len(share.prepared.train), len(share.prepared.held_out)) == (30, 10)
+    every = TuningRun.of(config(data, tmp_path, "sft", data={"train": [str(file)]})).plan.prepared
+    for epoch in range(3):
+        order = SampleOrder([1] * 40, tokens_per_step=1, seed=0, shuffle=True).epoch(epoch)
+        first = {every.train[place].rows[0].token_ids.tobytes() for (place,) in order[:10]}
+        assert first != {sample.rows[0].token_ids.tobytes() for sample in share.prepared.held_out}, "drawn apart"
     both = TuningRun.of(config(data, tmp_path, "sft", data={"train": [str(file)] * 2, "held_out_share": 0.25})).plan
     assert both.prepared.counted.also_held_out > 0
     trained = {row.token_ids.tobytes() for row in both.prepared.rows}

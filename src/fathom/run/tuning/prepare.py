@@ -31,8 +31,9 @@ from fathom.trainer.tuning.samples import Conversation, Pair, loss_tokens
 S = TypeVar("S", Conversation, Pair)
 R = TypeVar("R", ConversationRow, PairRow)
 TuningConfig = SupervisedConfig | PreferenceConfig
-_HELD_OUT_STREAM = 1
-"""Keeps the draw of held-out rows apart from those of the epochs."""
+_HELD_OUT_STREAM = (0, 1)
+"""Keeps the draw of held-out rows apart from those of the epochs. A last word of 0 would not: numpy takes (seed, epoch)
+and (seed, epoch, 0) for the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ def _pair(renderer: ConversationRenderer, row: PairRow) -> Pair:
 def _split(samples: list[S], share: float, seed: int) -> tuple[list[S], list[S]]:
     """(train, held out): a share, at least one if any, drawn by the seed; both in the files' order."""
     count = 0 if not share else max(1, round(share * len(samples)))
-    drawn = set(np.random.default_rng([seed, _HELD_OUT_STREAM, 0]).permutation(len(samples))[:count].tolist())
+    drawn = set(np.random.default_rng([seed, *_HELD_OUT_STREAM]).permutation(len(samples))[:count].tolist())
     return (
         [sample for place, sample in enumerate(samples) if place not in drawn],
         [sample for place, sample in enumerate(samples) if place in drawn],
