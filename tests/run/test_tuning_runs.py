@@ -17,8 +17,8 @@ from fathom.ledger.reader import LedgerReader
 from fathom.model.language_model import LanguageModel
 from fathom.run.tuning.plan import parse_tuning
 from fathom.run.tuning.run import TuningRun, kind_of
-from fathom.trainer.tuning.order import SampleOrder
 from fathom.sync.digest import digest
+from fathom.trainer.tuning.order import SampleOrder
 
 torch.set_num_threads(1)
 
