@@ -64,14 +64,26 @@ class Evaluator:
         """
         started = time.monotonic()
         samples = self._config.samples
-        episodes = [self._episode(version, place, k) for place in range(len(self._tasks)) for k in range(samples)]
         ended: list[Trajectory] = []
         with suppress(RunStoppedError), self._stop.cancels():
-            ended = await asyncio.gather(*episodes)
+            ended = await self._all(version)
         if not ended:
             return None
         by_task = [ended[start : start + samples] for start in range(0, len(ended), samples)]
         return self._summary(version, by_task, time.monotonic() - started)
+
+    async def _all(self, version: PolicyVersion) -> list[Trajectory]:
+        """All samples, task by task. When one raises, the others are ended."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [
+                    group.create_task(self._episode(version, place, sample))
+                    for place in range(len(self._tasks))
+                    for sample in range(self._config.samples)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others ended because of it, or as it did
+        return [task.result() for task in playing]
 
     async def _episode(self, version: PolicyVersion, place: int, sample: int) -> Trajectory:
         """One sample; after an infrastructure failure another attempt with the same seed, so that it stays paired."""
