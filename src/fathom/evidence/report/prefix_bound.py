@@ -14,6 +14,7 @@ import numpy as np
 
 from fathom.core.ids import EngineId, PolicyVersion, TrajectoryId
 from fathom.core.records.trajectory import TokenBranch, Trajectory, Turn
+from fathom.core.splitmix import splitmix64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +142,8 @@ def _computed(branch: TokenBranch, turn: Turn, done: int) -> Iterator[tuple[int,
 def _digests(token_ids: np.ndarray) -> np.ndarray:
     """uint64 [T]: of each token and all before it, equal where all of them are.
 
-    A sum of a well mixed number (splitmix64) for each pair of place and token: among 10^7 of them, two that differ meet
+    A sum of a well mixed number for each pair of place and token: among 10^7 of them, two that differ meet
     with a probability of 3e-6.
     """
-    mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint64)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.cumsum(mixed ^ (mixed >> np.uint64(31)))
+    places = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32)
+    return np.cumsum(splitmix64(places | token_ids.astype(np.uint64)))
