@@ -9,7 +9,14 @@ from fathom.model.tiny import make_tiny
 from fathom.rollout.engines.embedded.server.weight_sets import WeightSets
 from fathom.sync.digest import build_manifest, digest
 from fathom.sync.held import host_room, room_like
-from fathom.sync.transports.p2p.fabrics.fabric import Region, Write, joined_regions, joined_writes, overlap
+from fathom.sync.transports.p2p.fabrics.fabric import (
+    JOINED_BYTES,
+    Region,
+    Write,
+    joined_regions,
+    joined_writes,
+    overlap,
+)
 from fathom.sync.transports.p2p.held import region
 from fathom.sync.transports.p2p.layouts import parallel
 from fathom.sync.transports.p2p.plan import Holding
@@ -54,6 +61,9 @@ def test_touching_memory_is_one_region_and_touching_writes_are_one():
         Write(8, 109, 4),
         Write(13, 113, 4),
     ]
+    half = Write(0, 0, JOINED_BYTES // 2)
+    rest = [half, Write(half.size_bytes, half.size_bytes, half.size_bytes), Write(JOINED_BYTES, JOINED_BYTES, 1)]
+    assert joined_writes(rest) == [Write(0, 0, JOINED_BYTES), rest[-1]]
     assert overlap([Region(0, 10), Region(30, 5)], [Region(9, 1)])
     assert overlap([Region(9, 1)], [Region(0, 100)])
     assert not overlap([Region(0, 10), Region(30, 5)], [Region(10, 20), Region(35, 1)])

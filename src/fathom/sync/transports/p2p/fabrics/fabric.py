@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+JOINED_BYTES = 256 << 20
+"""A system call copies 2 GiB at most, and what is less than this costs no more in parts."""
+
 Stop = Callable[[], str | None]
 """Asked again and again while a write runs. Not None: why it has to end now."""
 
@@ -105,11 +108,18 @@ def joined_regions(regions: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def joined_writes(writes: Iterable[Write]) -> list[Write]:
-    """The same bytes, in the same order: writes that touch the one before on both sides are one with it."""
+    """The same bytes, in the same order: writes that touch the one before on both sides are one with it.
+
+    None is larger than `JOINED_BYTES`, unless it was before.
+    """
     joined: list[Write] = []
     for write in writes:
         last = joined[-1] if joined else None
-        if last and (last.source + last.size_bytes, last.target + last.size_bytes) == (write.source, write.target):
+        if (
+            last
+            and (last.source + last.size_bytes, last.target + last.size_bytes) == (write.source, write.target)
+            and last.size_bytes + write.size_bytes <= JOINED_BYTES
+        ):
             joined[-1] = Write(last.source, last.target, last.size_bytes + write.size_bytes)
         else:
             joined.append(write)
