@@ -28,7 +28,9 @@ OPTIONS = {
 }
 
 
-def play(environment: VerifiersEnvironment, *says: str, agent_s: float = 100.0) -> tuple[Played, list[str]]:
+def play(
+    environment: VerifiersEnvironment, *says: str, agent_s: float = 100.0, gated: bool = False
+) -> tuple[Played, list[str]]:
     """Play the first training task; also what the model was sent."""
     told: list[str] = []
 
@@ -40,7 +42,7 @@ def play(environment: VerifiersEnvironment, *says: str, agent_s: float = 100.0) 
         finally:
             await players.close()
 
-    with serving(*says) as served:
+    with serving(*says, gated=gated) as served:
         key = served.open()
         endpoint = served.call(served.server.endpoint, key)
 
@@ -75,6 +77,20 @@ def test_a_reward_that_raises_is_no_reward_of_0():
     assert isinstance(played.reward, Ungraded)
     assert played.reward.cause == "verifiers_task_error"
     assert "the grader fell over" in played.reward.detail
+
+
+@NEEDS
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("agent", "limit"), [({"max_turns": 1}, "max_turns"), ({"timeout": {"rollout": 10.0}}, "agent_timeout")]
+)
+def test_a_limit_of_verifiers_cuts_it_short_and_it_is_scored(agent, limit):
+    environment = VerifiersEnvironment(VerifiersOptions.model_validate(OPTIONS | {"agent": agent}))
+    calls = '~letters_spell~{"word": "cde"}^$'
+    played, _ = play(environment, calls, "edc$", gated=limit == "agent_timeout")
+    assert (played.acting, played.detail) == (Acting.TIMEOUT, f"verifiers stopped it: {limit}")
+    assert isinstance(played.reward, Graded), played
+    assert played.reward.components == {"reversed_right": 0.0, "brief": 0.5}
 
 
 @NEEDS
