@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from fathom.apps.cli.main import app
-from fathom.core.errors import CheckpointError, ConfigError, DataError
+from fathom.core.errors import CheckpointError, ConfigError, DataError, FathomError
 from fathom.envs.arithmetic import Arithmetic, ArithmeticOptions
 from fathom.envs.written_rows import write_rows
 from fathom.evidence.tuning.summary import audit_tuning, is_tuning, summarise_tuning
@@ -213,7 +213,7 @@ def test_commands_start_resume_and_refuse(data, tmp_path):
     assert again.exit_code == 0, again.output
     worst = CliRunner().invoke(app, ["trace", "cli", "--runs-dir", str(tmp_path), "--worst", "1", "--limit", "2"])
     assert "places of its samples among those trained on" in worst.output
-    with pytest.raises(ConfigError, match="has no trajectories: give --worst N"):
+    with pytest.raises(ConfigError, match="has no trajectories, engines or chain of versions"):
         CliRunner().invoke(app, ["trace", "cli", "--runs-dir", str(tmp_path)], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"unknown option trainer\.stps; did you mean trainer.steps"):
         CliRunner().invoke(app, ["sft", str(file), "trainer.stps=3"], catch_exceptions=False)
@@ -230,3 +230,10 @@ def test_an_adapter_is_trained_alone(data, tmp_path, kind):
     assert (folder / "trained" / "adapter_model.safetensors").is_file()
     steps = summary.supervised or summary.preference
     assert steps[0].weights_digest != steps[1].weights_digest
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_weights_that_diverge_end_the_run(data, tmp_path, kind):
+    trainer = {"optimizer": {"lr": 1e30}}
+    with pytest.raises(FathomError, match=r"of step \d+ is (finite: the weights have diverged|not finite)"):
+        TuningRun.of(config(data, tmp_path, kind, steps=4, trainer=trainer)).start()

@@ -150,3 +150,23 @@ def test_every_epoch_takes_every_sample_once_within_the_budget(tokens, budget, s
     whole = list(order.steps(0, until))
     assert [batch.number for batch in whole] == list(range(1, until + 1))
     assert list(order.steps(min(done, until), until)) == whole[done:], "a resumed run goes on with the next step"
+
+
+def test_a_step_without_a_finite_token_moves_nothing(folder):
+    """Its gradient is 0, and by AdamW's momentum the weights would go on all the same."""
+    policy, shown, both = backend(folder), conversations(), pairs()
+    imitation = ImitationCourse(policy, SupervisedObjectiveConfig(), 64)
+    preference = PreferenceCourse(policy, PreferenceObjectiveConfig(), 64)
+    reference = preference.score(both)
+    assert imitation.step(shown).update.applied
+    before = {name: tensor.detach().clone() for name, tensor in policy.weights().items()}
+    with torch.no_grad():
+        norm = policy.masters["model.norm.weight"]
+        norm.fill_(torch.nan)
+    refused = [imitation.step(shown), preference.step(both, reference)]
+    assert [(step.sums.tokens, step.update.applied) for step in refused] == [(0, False)] * 2
+    assert refused[0].sums.non_finite == sum(int(r.loss_mask.sum()) for c in shown for r in c.rows)
+    assert refused[1].sums.non_finite == len(both)
+    assert policy.step == 1
+    for name, tensor in policy.weights().items():
+        assert name == "model.norm.weight" or torch.equal(tensor, before[name])

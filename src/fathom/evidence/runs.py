@@ -94,8 +94,10 @@ def describe_run(path: Path) -> RunListing:
     )
 
 
-def find_run(run: str, runs_dir: Path) -> Path:
+def find_run(run: str, runs_dir: Path, *, or_tuned: bool = False) -> Path:
     """The run that a person means, with trajectories and versions in a ledger of its own; see `find_folder`.
+
+    `or_tuned`: one that learnt from files will do, too.
 
     Raises:
         ConfigError: there is none, or several adapters are meant; the message names the nearest, or all of them. Or
@@ -107,7 +109,7 @@ def find_run(run: str, runs_dir: Path) -> Path:
             f"{folder.name} trained several adapters, each with a history of its own; name one of "
             f"{', '.join(f'{run}/{name}' for name in adapters)}"
         )
-    if kind := _tuning_kind(folder):
+    if not or_tuned and (kind := _tuning_kind(folder)):
         raise ConfigError(
             f"{folder.name} is a run of fathom {kind}, which has no trajectories, engines or chain of versions; look "
             f"at it with: fathom show {folder}"

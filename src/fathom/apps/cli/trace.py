@@ -49,14 +49,9 @@ def trace(
     """Where tokens came from and what a step made of them."""
     if sum(given is not None for given in (step, trajectory, worst)) > 1:
         raise ConfigError("give one of --step, --trajectory and --worst")
-    folder = find_run(run, runs_dir)
+    folder = find_run(run, runs_dir, or_tuned=worst is not None)
     with LedgerReader(ledger_of(folder)) as reader:
-        if is_tuning(reader):
-            if worst is None:
-                raise ConfigError(
-                    f"{folder.name} trained on rows of files and has no trajectories: give --worst N, or look at it "
-                    "with fathom show"
-                )
+        if worst is not None and is_tuning(reader):
             _show_worst_tuning(worst_tuning_steps(reader, worst), limit, as_json=as_json)
             return
         if worst is not None:

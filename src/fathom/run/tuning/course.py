@@ -37,7 +37,7 @@ class Course(Protocol):
         ...
 
     def step(self, batch: StepBatch, stop: Stop) -> Stepped:
-        """One optimizer step. Raises FathomError when its gradient is not finite."""
+        """One optimizer step. Raises FathomError when nothing of it is finite, or its gradient is not."""
         ...
 
     def evaluate(self, done: int, stop: Stop) -> Evaluated | None:
@@ -46,7 +46,12 @@ class Course(Protocol):
 
 
 def recorded(batch: StepBatch, taken: TuningStep[Sums], backend: Backend) -> TuningStepped:
-    """What every kind of step records. Raises FathomError when the gradient was not finite."""
+    """What every kind of step records. Raises FathomError when the step was not taken."""
+    if not taken.sums.tokens:
+        raise FathomError(
+            f"no log-probability of step {batch.number} is finite: the weights have diverged; nothing changed: begin "
+            "again with a lower trainer.optimizer.lr"
+        )
     if not taken.update.applied:
         raise FathomError(
             f"the gradient of step {batch.number} is not finite; nothing changed: lower trainer.optimizer.lr and resume"

@@ -12,7 +12,7 @@ from torch import Tensor
 from fathom.core.errors import StepStoppedError
 from fathom.core.records.demonstration import Demonstration
 from fathom.trainer.backends.packed import PackedRows
-from fathom.trainer.backends.port import Backend
+from fathom.trainer.backends.port import Backend, Update
 from fathom.trainer.loop.packing import micro_batches
 from fathom.trainer.loop.trainer import Stop
 from fathom.trainer.objective.outputs import TokenOutputs
@@ -65,7 +65,8 @@ def train_step(
 ) -> TuningStep[Sums]:
     """One optimizer step on rows, micro-batch by micro-batch.
 
-    A gradient that is not finite changes nothing and is reported.
+    A gradient that is not finite changes nothing and is reported, and so is a step without a token in it: its gradient
+    would be 0, by which momentum and weight decay still move weights.
 
     Args:
         backend: the policy.
@@ -86,9 +87,14 @@ def train_step(
     except BaseException:  # raised again: the gradient of half a step must not reach the next one
         backend.discard()
         raise
+    if sums.tokens:
+        update = backend.update()
+    else:
+        backend.discard()
+        update = Update(applied=False, grad_norm=0.0, lr=0.0)
     return TuningStep(
         sums=sums,
-        update=backend.update(),
+        update=update,
         forward_tokens=sum(len(row.token_ids) for row in flat.rows),
         step_s=time.perf_counter() - started,
     )
