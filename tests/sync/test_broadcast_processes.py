@@ -99,7 +99,7 @@ class Remote:
 def test_one_that_dies_or_stalls_half_way_holds_the_others_up_for_a_moment_only(trap):
     size = 32
     tensors = large(size)
-    transport = BroadcastTransport(BroadcastConfig(bucket_mb=1, stall_s=1.0))
+    transport = BroadcastTransport(BroadcastConfig(bucket_mb=1, stall_s=2.0))
     manifest = build_manifest(0, 1, None, tensors)
     transport.hold(manifest, tensors)
     well, ill = Remote(A, size), Remote(B, size, trap)

@@ -267,7 +267,7 @@ class Sick:
         ("stage", "cannot stage"),
         ("memory", "wrong tensors: ['model.norm.weight']"),
         ("commit", "an error of its own kind"),
-        ("hangs", "not done within 0.2 s"),
+        ("hangs", "not done within 2 s"),
     ],
 )
 def test_whatever_fails_the_old_version_serves_on(trainer: ChainTrainer, sick: str, says: str) -> None:
@@ -275,7 +275,7 @@ def test_whatever_fails_the_old_version_serves_on(trainer: ChainTrainer, sick: s
     engine.store = trainer.store
 
     async def run() -> None:
-        follower = Follower(trainer.store, engine, "m", timeout_s=0.2 if sick == "hangs" else 60.0)
+        follower = Follower(trainer.store, engine, "m", timeout_s=2.0 if sick == "hangs" else 60.0)
         old = trainer.publish(0)
         assert (await follower.pull()).version == old
         held = digest(engine.inner.weights)
