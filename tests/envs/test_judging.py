@@ -131,6 +131,11 @@ def test_the_budget_of_calls_is_never_exceeded_and_that_of_tokens_ends_it() -> N
         judge = judge_at(server)
         judge.score_now("?" * 1000)
         assert judge.budget.used[1] > 1000, "what is not reported is charged by the byte"
+    with ScriptedJudge(JudgeReply(delay_s=60.0)) as server:
+        judge = judge_at(server, timeout_s=1.0, tries=2, max_tokens=1000)
+        with pytest.raises(UngradedError, match="judge_budget"):
+            judge.score_now("?" * 1000)
+        assert (judge.budget.used[0], len(server.calls)) == (1, 1), "a call that is given up has been charged, too"
 
 
 def test_the_budget_is_one_for_threads_and_starts_anew_elsewhere() -> None:

@@ -204,8 +204,12 @@ class Judge:
             "temperature": options.temperature,
             "max_tokens": options.max_answer_tokens,
         }
+        sent = msgspec.json.encode(body)
         try:
-            response = await client.post("chat/completions", json=body)
+            response = await client.post("chat/completions", content=sent, headers={"content-type": "application/json"})
+        except asyncio.CancelledError:  # out of time: it may be answered all the same
+            self.budget.add_tokens(len(sent) + options.max_answer_tokens)
+            raise
         except httpx.TransportError as error:
             detail = self._clean(f"{options.base_url}: {type(error).__name__}: {error}")
             raise UngradedError("judge_unreachable", detail) from None
