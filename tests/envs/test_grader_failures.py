@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 
 import hostile_environments as hostile
 import pytest
 from hostile_environments import TASK, Hostile
 
 from fathom.core.records.trajectory import Ungraded
+from fathom.core.wire import frame
 from fathom.envs.grading import Grader
+from fathom.envs.grading.worker import GradeRequest, serve
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,21 @@ def test_a_long_answer_arrives_whole(running_grader):
     reward = loop.run_until_complete(grader.grade(TASK, "x" * 3_000_000))
     assert reward.cause == "grader_error"  # KeyError of the whole text, cut for people
     assert len(reward.detail) < 3000
+
+
+def test_a_worker_whose_run_was_killed_before_it_read_the_answer_just_ends():
+    run, line = socket.socketpair()
+    ended: list[str] = []
+
+    def work() -> None:
+        serve(Hostile(), line)
+        ended.append("quietly")
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    run.sendall(frame(GradeRequest(task=TASK, answer="score 1")))
+    assert run.recv(1, socket.MSG_PEEK)
+    run.close()  # with the answer unread: the other end is told by an error
+    worker.join(30)
+    line.close()
+    assert ended == ["quietly"]

@@ -13,7 +13,7 @@ from small_runs import ENGINES, SCRIPTED, RunProcess, digests, incarnations, req
 
 from fathom import Run
 from fathom.core.errors import CheckpointError, ConfigError, NoProgressError
-from fathom.ledger.events import GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
+from fathom.ledger.events import FaultSeen, GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 
 ENDLESS = "trainer.steps=100000"
@@ -22,6 +22,7 @@ CASES = [
     pytest.param([signal.SIGINT], True, 130, id="ctrl-c-in-a-terminal"),
     pytest.param([signal.SIGINT, signal.SIGINT], True, 130, id="ctrl-c-twice"),
     pytest.param([signal.SIGTERM], False, 143, id="sigterm"),
+    pytest.param([signal.SIGTERM], True, 143, id="sigterm-to-the-whole-group"),
 ]
 
 
@@ -37,6 +38,9 @@ def test_a_signal_ends_it_at_once_and_it_can_be_resumed(
     assert process.wait(within_s=10.0) == code
     if len(signals) == 1:
         assert reason(run) == "stopped"
+        with LedgerReader(run / "ledger") as reader:
+            faults = [entry.event.detail for entry in reader.history((FaultSeen,))]
+        assert not [fault for fault in faults if "exit code" in fault], "an engine was struck by the signal of the run"
     taken = len(digests(run))
     require_sound(run)
     edit(run, '"steps":', f'"steps": {taken + 2}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+from contextlib import suppress
 
 import msgspec
 
@@ -36,12 +37,16 @@ class CompareRequest(msgspec.Struct, frozen=True, tag="compare_request.1"):
 
 
 def serve(environment: Environment, line: socket.socket) -> None:
-    """Answer requests on `line`, each once, until it is closed. Whatever the grader raises is *ungraded*."""
+    """Answer requests on `line`, each once, until it is closed or the run has died.
+
+    Whatever the grader raises is *ungraded*.
+    """
     requests = FrameReader(GradeRequest | CompareRequest)
-    while data := line.recv(_READ_BYTES):
-        for request in requests.feed(data):
-            compares = isinstance(request, CompareRequest)
-            line.sendall(frame(_judge_group(environment, request) if compares else judge(environment, request)))
+    with suppress(ConnectionError):  # the run was killed: there is nobody to tell
+        while data := line.recv(_READ_BYTES):
+            for request in requests.feed(data):
+                compares = isinstance(request, CompareRequest)
+                line.sendall(frame(_judge_group(environment, request) if compares else judge(environment, request)))
 
 
 def judge(environment: Environment, request: GradeRequest) -> Reward:

@@ -123,6 +123,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": str(spec.threads)},
+                process_group=0,  # schedulers send SIGTERM to the whole group of a run; when an engine ends, it decides
             )
         try:
             async with asyncio.timeout(spec.start_timeout_s):

@@ -67,6 +67,7 @@ class VllmProcess:
                 stdout=log,
                 stderr=log,
                 env=_variables(spec),
+                process_group=0,  # as an embedded one's: a SIGTERM to the whole group of a run is not the engine's
             )
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
         server = cls(spec, process, f"http://{host}:{port}")
