@@ -82,6 +82,11 @@ def test_a_player_that_dies_is_its_own_episodes_loss_and_leaves_nothing(tmp_path
     assert (len(notes(tmp_path, "stray")), left) == (1, [])
 
 
+def test_what_a_taskset_has_started_serves_all_episodes(tmp_path):
+    played, _ = play(tmp_path, "dies", "needs the helper", times=2)
+    assert [isinstance(each.reward, Graded) for each in played] == [False, True, False, True], played
+
+
 def test_a_player_that_blocks_is_killed_with_all_it_started(tmp_path):
     (blocked,), left = play(tmp_path, "blocks", agent_s=2.0)
     assert blocked.reward.cause == "verifiers_unfinished"

@@ -59,6 +59,7 @@ def main() -> None:
     if order["do"] == "play":
         offspring.die_with(order["parent"])
         offspring.adopt_orphans()
+        os.set_inheritable(order["door"], False)
     env = _load(order["env"])
     tasks = list(itertools.islice(env.taskset, order["most"]))
     if order["do"] == "tasks":
@@ -99,6 +100,7 @@ def _keep(door: socket.socket) -> socket.socket | None:
     Returns:
         In a player: its socket. In this process: None, when no more episodes come.
     """
+    own = offspring.children()  # what the taskset started when it was loaded
     gc.collect()
     gc.freeze()  # a player that collects would copy every page of what it shares with this process
     ended, tell = os.pipe()
@@ -116,7 +118,7 @@ def _keep(door: socket.socket) -> socket.socket | None:
             poll.unregister(number)
             kept = players.pop(number)
             offspring.end(kept.process)
-            offspring.end_strays({each.process for each in players.values()})
+            offspring.end_strays(own | {each.process for each in players.values()})
             kept.gone()
         if door.fileno() not in ready:
             continue

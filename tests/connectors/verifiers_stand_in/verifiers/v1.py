@@ -72,12 +72,15 @@ def start_stray(own_session=True):
 class SingleAgentEnv:
     deeds: list
     taskset: list = field(init=False)
+    helper: subprocess.Popen | None = None
 
     def __post_init__(self):
         note("loaded")
         if self.deeds == ["is never listed"]:
             start_stray(own_session=False)
             time.sleep(LONG_S)
+        if "needs the helper" in self.deeds:
+            self.helper = subprocess.Popen(["sleep", str(LONG_S)])
         self.taskset = [Task(key=deed) for deed in self.deeds]
 
     @asynccontextmanager
@@ -101,6 +104,9 @@ class SingleAgentEnv:
                     await asyncio.sleep(LONG_S)
                 finally:
                     note("tidied up")
+            case "needs the helper":
+                with open(f"/proc/{self.helper.pid}/stat") as stat:
+                    assert stat.read().rpartition(")")[2].split()[0] not in "ZX"
             case "errs":
                 error = SimpleNamespace(type="TaskError", message="no")
                 return Episode([Trace({}, errors=(error,), ok=False)], ok=False)
