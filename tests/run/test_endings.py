@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from small_runs import ENGINES, SCRIPTED, RunProcess, digests, incarnations, require_sound, small_config
+from small_runs import ENGINES, SCRIPTED, RunProcess, digests, engine_below, incarnations, require_sound, small_config
 
 from fathom import Run
 from fathom.core.errors import CheckpointError, ConfigError, NoProgressError
-from fathom.ledger.events import FaultSeen, GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
+from fathom.ledger.events import GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 
 ENDLESS = "trainer.steps=100000"
@@ -38,15 +39,25 @@ def test_a_signal_ends_it_at_once_and_it_can_be_resumed(
     assert process.wait(within_s=10.0) == code
     if len(signals) == 1:
         assert reason(run) == "stopped"
-        with LedgerReader(run / "ledger") as reader:
-            faults = [entry.event.detail for entry in reader.history((FaultSeen,))]
-        assert not [fault for fault in faults if "exit code" in fault], "an engine was struck by the signal of the run"
     taken = len(digests(run))
     require_sound(run)
     edit(run, '"steps":', f'"steps": {taken + 2}')
     assert Run.resume(run).start().reason == "steps"
     assert len(digests(run)) == taken + 2
     require_sound(run)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_group_of_a_run_strikes_no_engine(tmp_path: Path) -> None:
+    process = RunProcess(small_config(tmp_path, "engine.kind=embedded", ENDLESS))
+    process.wait_for(StepTaken)
+    run = process.process.pid
+    assert run is not None
+    engine = engine_below(run)
+    assert engine is not None
+    assert os.getpgid(engine) != os.getpgid(run)
+    process.signal(signal.SIGTERM, group=True)
+    assert process.wait(within_s=30.0) == 143
 
 
 @pytest.mark.slow
