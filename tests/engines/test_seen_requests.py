@@ -18,3 +18,12 @@ def test_one_that_is_added_twice_is_one() -> None:
     seen.add("a")
     seen.add("a")
     assert len(seen) == 1
+
+
+def test_what_was_refused_after_all_may_be_sent_again():
+    seen = SeenRequests()
+    seen.add("a")
+    seen.discard("a")
+    seen.discard("never sent")
+    assert "a" not in seen
+    assert len(seen) == 0

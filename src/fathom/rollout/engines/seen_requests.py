@@ -26,3 +26,7 @@ class SeenRequests:
         self._ids[request_id] = None
         if len(self._ids) > KEPT:
             del self._ids[next(iter(self._ids))]
+
+    def discard(self, request_id: str) -> None:
+        """It was refused after all, and may be sent again."""
+        self._ids.pop(request_id, None)

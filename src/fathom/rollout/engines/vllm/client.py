@@ -27,6 +27,7 @@ from fathom.core.ports.engine import (
 )
 from fathom.core.records.sampling import InFlightMode
 from fathom.rollout.engines.refusals import why_not_generate, why_not_score, why_not_version
+from fathom.rollout.engines.seen_requests import SeenRequests
 from fathom.rollout.engines.vllm.adapter import ServedAdapter
 from fathom.rollout.engines.vllm.expected import Form, expected_tensors
 from fathom.rollout.engines.vllm.gate import Gate
@@ -63,7 +64,7 @@ class VllmEngine:
         self._running: dict[str, Generation] = {}
         self._waiting: set[str] = set()
         self._aborted: set[str] = set()
-        self._seen: set[str] = set()
+        self._seen = SeenRequests()
         self._leaving: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -209,12 +210,13 @@ class VllmEngine:
 
     def _admit(self, request: GenerateRequest) -> None:
         wrong = why_not_generate(request, self._capabilities, self._facts.vocab_size) or why_not_exact(request)
-        if request.request_id in self._seen:
-            wrong = f"request {request.request_id} was started before; a generation is never started twice"
+        name = request.request_id
+        if name in self._seen or name in self._running or name in self._waiting:
+            wrong = f"request {name} was started before; a generation is never started twice"
         if wrong:
             raise EngineRefusedError(self.id, wrong)
         _ = self._weights.serving
-        self._seen.add(request.request_id)
+        self._seen.add(name)
 
     async def _chunks(self, generation: Generation, version: PolicyVersion) -> AsyncIterator[GenerateChunk]:
         request = generation.request
