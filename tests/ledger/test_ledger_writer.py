@@ -187,3 +187,26 @@ def test_there_is_one_writer(tmp_path: Path) -> None:
     with LedgerWriter.create(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "being written by another process" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda content: b"", "empty or damaged; restore it"),
+        (lambda content: content[:5000], "a damaged one is restored"),
+        (
+            lambda content: content[:60] + (7).to_bytes(4, "big") + content[64:],
+            "use the version of Fathom that wrote it",
+        ),
+    ],
+    ids=["empty", "cut", "another layout"],
+)
+def test_a_ledger_that_cannot_be_read_says_what_to_do(tmp_path: Path, damage, told: str) -> None:
+    LedgerWriter.create(tmp_path).close()
+    path = tmp_path / "ledger.sqlite"
+    content = damage(path.read_bytes())
+    for file in tmp_path.glob("ledger.sqlite*"):
+        file.unlink()
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match=told), LedgerReader(tmp_path) as reader:
+        reader.trajectories()

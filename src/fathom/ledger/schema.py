@@ -51,16 +51,24 @@ def connect(folder: Path, *, read_only: bool) -> sqlite3.Connection:
     """
     path = folder / DATABASE
     if not path.is_file():
-        raise LedgerError(f"no ledger in {folder}: {DATABASE} is missing")
+        raise LedgerError(
+            f"no ledger in {folder}: {DATABASE} is missing; the run recorded nothing, or its folder is not whole"
+        )
     uri = path.resolve().as_uri() + ("?mode=ro" if read_only else "?mode=rw")
     try:
         database = sqlite3.connect(uri, uri=True, isolation_level=None)
         (version,) = database.execute("PRAGMA user_version").fetchone()
     except sqlite3.Error as error:
-        raise LedgerError(f"cannot open {path}: {error}") from error
+        raise LedgerError(
+            f"cannot open {path}: {error}; a damaged one is restored from a copy of its folder"
+        ) from error
     if version != VERSION:
         database.close()
-        raise LedgerError(f"{path} has layout {version}, this Fathom reads layout {VERSION}")
+        if not version:
+            raise LedgerError(f"{path} holds no history: it is empty or damaged; restore it from a copy of its folder")
+        raise LedgerError(
+            f"{path} has layout {version}, this Fathom reads layout {VERSION}; use the version of Fathom that wrote it"
+        )
     return database
 
 
