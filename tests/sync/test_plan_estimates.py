@@ -272,9 +272,24 @@ def test_receivers_take_turns_in_p2p_and_share_cores_with_the_source_of_a_broadc
 
 def test_over_a_link_nothing_is_calibrated() -> None:
     link = {"link_bytes_per_s": 1e7}
-    relayed = replace(taken(1e8, 2, "transfer", 10.0, **link), transport="broadcast")
-    made = forecast([relayed, taken(1e8, 2, "transfer", 10.0, **link)], cores=2)
-    assert [(row.predicted_s, row.calibrated) for row in made] == [(10.0, False), (20.0, False)]
+    rounds = {1: 1, 2: 2, 3: 2, 4: 3, 7: 3, 8: 4}  # of a tree
+    broadcasts = [replace(taken(1e8, n, "transfer", 10.0, **link), transport="broadcast") for n in rounds]
+    made = forecast([*broadcasts, taken(1e8, 4, "transfer", 10.0, **link)], cores=2)
+    assert [(row.predicted_s, row.calibrated) for row in made] == [
+        *((10.0 * sent, False) for sent in rounds.values()),
+        (40.0, False),
+    ]
+
+
+def test_a_broadcast_passes_the_link_of_its_source_in_each_round_of_a_tree_and_once_in_a_chain() -> None:
+    def seconds(engine_nodes: int, tree: bool) -> float:
+        scenario = scenario_of(Question(params=1e9, trainer_nodes=1, engine_nodes=engine_nodes, gpus_per_node=1))
+        fabric = replace(FABRICS["ethernet-10g"], broadcasts_in_tree=tree, chain_s=0.0)
+        return by_name(replace(scenario, fabric=fabric))["broadcast"].transfer_s
+
+    once = seconds(1, tree=True)
+    assert [seconds(n, tree=True) for n in (2, 3, 4)] == pytest.approx([2 * once, 2 * once, 3 * once])
+    assert [seconds(n, tree=False) for n in (1, 4)] == pytest.approx([once, once])
 
 
 def test_topologies_count_hosts() -> None:

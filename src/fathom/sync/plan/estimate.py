@@ -83,11 +83,13 @@ def broadcast(scenario: Scenario) -> Estimate:
     """Bucketed: one source per stage sends every tensor to every engine rank.
 
     Sources take turns, one bucket at a time, so the bytes of all stages pass one link; each bucket runs down the chain
-    of receivers. A source gathers its next bucket while others send: with one stage nothing hides the gather.
+    of receivers, or leaves the source in each round of a tree. Within one host it is the cores that do this work. A
+    source gathers its next bucket while others send: with one stage nothing hides the gather.
     """
     traffic, fabric = scenario.traffic(), scenario.fabric
-    contention = fabric.contention(traffic.receivers + 1) if scenario.topology.one_host else 1.0  # the source works too
-    sending_s = traffic.full_bytes / fabric.collective_bytes_per_s * contention
+    one_host = scenario.topology.one_host
+    times = fabric.contention(traffic.receivers + 1) if one_host else fabric.sends(traffic.receivers)  # it works too
+    sending_s = traffic.full_bytes / fabric.collective_bytes_per_s * times
     sending_s += traffic.buckets * traffic.receivers * fabric.chain_s
     gathering_s = traffic.gathered_bytes / fabric.gather_bytes_per_s
     exposed_s = max(0.0, gathering_s + sending_s / traffic.stages - sending_s)

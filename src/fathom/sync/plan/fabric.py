@@ -18,7 +18,9 @@ class Fabric:
     gather_bytes_per_s: float
     """At which a rank of a stage receives the stage's tensors from the other ranks of it."""
     collective_bytes_per_s: float
-    """At which one source broadcasts, whatever the number of receivers."""
+    """At which a source's link passes bytes of a broadcast."""
+    broadcasts_in_tree: bool
+    """A broadcast is a tree with the source at its root, as in Gloo; else a chain, as in NCCL."""
     p2p_bytes_per_s: float
     """At which one source writes into receivers' memory, all its receivers together."""
     chain_s: float
@@ -36,9 +38,18 @@ class Fabric:
     cores: int | None = None
     """Cores that all receivers on one host share. None: each receiver has what it needs."""
 
+    def sends(self, receivers: int) -> int:
+        """How many times a source sends what it broadcasts: once into a chain, in each round of a tree else."""
+        return tree_rounds(receivers) if self.broadcasts_in_tree else 1
+
     def contention(self, receivers: int) -> float:
         """How many times longer work lasts that `receivers` processes of one host do at once."""
         return 1.0 if self.cores is None else max(1.0, receivers / self.cores)
+
+
+def tree_rounds(receivers: int) -> int:
+    """Rounds until all have it, when in each round all that have it pass it on to one each; the source sends in all."""
+    return receivers.bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +91,7 @@ FABRICS: dict[str, Fabric] = {
         "rate inside a node too.",
         gather_bytes_per_s=50e9,
         collective_bytes_per_s=50e9,
+        broadcasts_in_tree=False,
         p2p_bytes_per_s=50e9,
         chain_s=101.7e-6,
         layout_bytes_per_s=8.13e9,
@@ -90,10 +102,11 @@ FABRICS: dict[str, Fabric] = {
     ),
     "ethernet-10g": Fabric(
         name="ethernet-10g",
-        about="Links: 10 Gb/s a host. Digests: BLAKE3 on one thread, measured here. chain_s is a guess, "
-        "and nothing is fitted. --link-gbps sets another speed.",
+        about="Links: 10 Gb/s a host; broadcasts by Gloo. Digests: BLAKE3 on one thread, measured here. chain_s is a "
+        "guess, and nothing is fitted. --link-gbps sets another speed.",
         gather_bytes_per_s=1.25e9,
         collective_bytes_per_s=1.25e9,
+        broadcasts_in_tree=True,
         p2p_bytes_per_s=1.25e9,
         chain_s=1e-4,
         layout_bytes_per_s=None,
@@ -109,6 +122,7 @@ FABRICS: dict[str, Fabric] = {
         "others: fathom bench sync, then --measured.",
         gather_bytes_per_s=2.8e9,
         collective_bytes_per_s=2.8e9,
+        broadcasts_in_tree=True,
         p2p_bytes_per_s=4.4e9,
         chain_s=2e-4,
         layout_bytes_per_s=None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fathom.sync.plan.fabric import tree_rounds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
@@ -44,7 +46,7 @@ def forecast(measurements: Sequence[Taken], cores: int) -> list[Forecast]:
     On one host, each phase of each transport has one rate, taken at the middle size with the fewest receivers; time is
     bytes over rate. In p2p the one sender writes to one receiver after the other. Otherwise all work at once, in a
     broadcast the sender too, and share the cores when they outnumber them. Over links nothing is calibrated: the
-    sender's link passes the version once in a broadcast, and once for each receiver in p2p.
+    sender's link passes the version in each round of a broadcast's tree (Gloo's), and once for each receiver in p2p.
     """
     rates = {key: _calibration(group) for key, group in _grouped(measurements)}
     return [
@@ -78,7 +80,7 @@ def _forecast(taken: Taken, calibration: Taken, cores: int) -> Forecast:
 
 
 def _over_link_s(taken: Taken) -> float:
-    passes = 1 if taken.transport == "broadcast" else taken.receivers
+    passes = tree_rounds(taken.receivers) if taken.transport == "broadcast" else taken.receivers
     return passes * taken.size_bytes / (taken.link_bytes_per_s or float("inf"))
 
 
