@@ -17,7 +17,7 @@ from torch import Tensor
 from fathom.core.errors import DeliveryError, PayloadError
 from fathom.core.ids import EngineId, PolicyVersion
 from fathom.core.manifest import Manifest, SharedMemorySource
-from fathom.sync.digest import copy_bytes
+from fathom.sync.digest import copy_bytes, shaped
 from fathom.sync.transports.reception import Reception
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -41,13 +41,18 @@ class SharedTransport:
 
     def hold(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into a free file, in the manifest's layout."""
-        last = manifest.tensors[-1]
-        buffer = self._free_buffer(last.offset + last.size_bytes)
-        buffer.version = manifest.version
-        memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
+        memory = self._memory(manifest)
         for entry in manifest.tensors:
             place = memory[entry.offset : entry.offset + entry.size_bytes]
             copy_bytes(tensors[entry.name].contiguous(), place)
+
+    def room(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Hold a version whose bytes are not here yet: tensors in a free file, for the caller to overwrite."""
+        memory = self._memory(manifest)
+        return {
+            entry.name: shaped(memory[entry.offset : entry.offset + entry.size_bytes], entry)
+            for entry in manifest.tensors
+        }
 
     def offer(self, version: PolicyVersion, engines: Sequence[EngineId]) -> SharedMemorySource:
         """The file."""
@@ -66,6 +71,13 @@ class SharedTransport:
         """Remove the files. A reader that has one open can finish."""
         while self._buffers:
             self._buffers.pop().close()
+
+    def _memory(self, manifest: Manifest) -> Tensor:
+        """uint8 [size of the layout]: a free file, which holds the version from now on."""
+        last = manifest.tensors[-1]
+        buffer = self._free_buffer(last.offset + last.size_bytes)
+        buffer.version = manifest.version
+        return torch.frombuffer(buffer.memory, dtype=torch.uint8)
 
     def _free_buffer(self, size_bytes: int) -> _Buffer:
         free = [buffer for buffer in self._buffers if buffer.version is None]
