@@ -364,6 +364,24 @@ def test_a_resume_keeps_what_was_buffered_and_runs_again_what_was_in_flight() ->
     assert closings(resumed.settle()) == [None]
 
 
+def test_a_resume_that_masks_truncated_members_still_settles_those_that_were_buffered() -> None:
+    """The option was edited in between; what was buffered without it has its place in the books."""
+    buffer = Setting(groups_per_step=1).buffer()
+    group = start(buffer)
+    members = [trajectory(group, m, ONE, reward=float(m), status=TrajectoryStatus.TRUNCATED) for m in (0, 1)]
+    finish(buffer, members)
+    records = {member.header.id: member for member in members}
+
+    resumed = Setting(groups_per_step=1, mask_truncated=True).buffer(incarnation=2)
+    resumed.restore(buffer.snapshot(), records.__getitem__)
+    taken = resumed.take(now_s=0.0)
+    assert isinstance(taken, Taken)
+    (batch,) = taken.batch.groups
+    assert batch.truncated == set(group.members), "the trainer masks them"
+    resumed.step(outcome(1, batch.rows, stepped=False))
+    assert states(resumed.settle()) == [(AttemptState.DROPPED, Fate.NO_STEP)] * 2
+
+
 def test_stopping_leaves_nothing_in_flight() -> None:
     buffer = SOLO.buffer()
     start(buffer)

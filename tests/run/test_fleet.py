@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,26 @@ def test_requests_that_lie_there_from_before_are_refused(tmp_path: Path) -> None
     assert answer is not None
     assert not answer.done
     assert RequestBox.of(tmp_path).take() == []
+
+
+def test_a_request_that_is_being_written_is_not_taken(tmp_path: Path) -> None:
+    """Whatever lies in the folder before the rename must look like no request, or it is carried out twice."""
+    box = RequestBox.of(tmp_path)
+    box.open()
+    posted: list[str] = []
+
+    def ask() -> None:
+        for _ in range(200):
+            posted.append(box.post(JoinRequest()))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    taken: list[str] = []
+    while asking.is_alive():
+        taken += [name for name, _ in box.take()]
+    asking.join()
+    taken += [name for name, _ in box.take()]
+    assert sorted(taken) == sorted(posted)
 
 
 def test_a_file_that_is_no_request_is_answered_so(tmp_path: Path) -> None:

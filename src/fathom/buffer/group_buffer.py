@@ -171,7 +171,8 @@ class GroupBuffer:
                 yield self._end(name, ending)
             else:
                 graded.append(member)
-        group = self._group(started.group, started.occurrence, started.version, now_s, graded)
+        masked = self._objective.mask_truncated
+        group = self._group(started.group, started.occurrence, started.version, now_s, graded, mask_truncated=masked)
         names = [member.header.id for member in graded]
         if len(graded) < (self._staleness.min_graded or len(started.members)):
             yield from self._run_again(group, names, Fate.TOO_FEW_GRADED)
@@ -181,7 +182,14 @@ class GroupBuffer:
             yield from self._hold(group)
 
     def _group(
-        self, name: GroupId, occurrence: Occurrence, version: int, finished_s: float, graded: Iterable[Trajectory]
+        self,
+        name: GroupId,
+        occurrence: Occurrence,
+        version: int,
+        finished_s: float,
+        graded: Iterable[Trajectory],
+        *,
+        mask_truncated: bool,
     ) -> FinishedGroup:
         return FinishedGroup.of(
             group=name,
@@ -189,7 +197,7 @@ class GroupBuffer:
             version=version,
             finished_s=finished_s,
             graded=tuple(graded),
-            mask_truncated=self._objective.mask_truncated,
+            mask_truncated=mask_truncated,
             deadline=self.clock.deadline,
         )
 
@@ -410,7 +418,10 @@ class GroupBuffer:
         facts = self.stop()
         self.source.resume(state.source, self.books)
         for held in state.held:
-            group = self._group(held.group, held.occurrence, held.version, held.finished_s, map(load, held.graded))
-            group.keep(self.books.is_buffered)
+            graded = map(load, held.graded)
+            group = self._group(
+                held.group, held.occurrence, held.version, held.finished_s, graded, mask_truncated=False
+            )
+            group.keep(self.books.is_buffered)  # it tells which members had rows, whatever the option is by now
             self._buffered[held.group] = group
         return facts

@@ -103,7 +103,7 @@ class RequestBox:
 
     def _write(self, name: str, record: msgspec.Struct) -> None:
         """Whole or not at all."""
-        unfinished = self._folder / f".{name}"
+        unfinished = self._folder / f"{name}.unfinished"
         unfinished.write_bytes(msgspec.json.encode(record))
         os.replace(unfinished, self._folder / name)
 
