@@ -9,15 +9,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from turns import Turns
 
-from fathom.core.ports.engine import Barrier
+from fathom.core.manifest import Manifest
+from fathom.core.ports.engine import Barrier, ScoreRequest
 from fathom.core.records.sampling import FinishReason, InFlightMode, SamplingParams
+from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.conformance.subject import Generated
+from fathom.rollout.engines.embedded.messages import FailureKind, RequestFailure
 from fathom.rollout.engines.embedded.server.decode.plain_loop import PlainLoop
 from fathom.rollout.engines.embedded.server.decode.scripted_forward import (
     ScriptedForward,
     scripted_logits,
     scripted_routes,
 )
+from fathom.rollout.engines.embedded.server.job import Stream
 
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.6), SamplingParams(temperature=1.3, top_k=8, top_p=0.9)]
 BASE = tuple(1 + index % 13 for index in range(40))
@@ -312,3 +316,49 @@ def test_a_stream_that_nobody_reads_frees_its_pages() -> None:
     loop.scheduler.abandon(stream)
     loop.finish()
     loop.decoder.check()
+
+
+def test_a_version_that_was_staged_and_never_committed_cannot_be_pinned():
+    loop = turns(20)
+    for version in (2, 3):  # pinned requests leave more sets of weights than one that serves and one that is staged
+        loop.submit(BASE[:4], 2, pinned=loop.version(version - 1))
+        loop.commit(InFlightMode.CONTINUE)
+    loop.submit(BASE[:4], 2, pinned=loop.version(3))
+    loop.finish()
+    for number in (4, 5):  # staged, with whatever bytes came, and replaced before anybody looked at them
+        staged = loop.scheduler.take_staging()
+        loop.scheduler.received(staged, Manifest(version=loop.version(number), parent=None, tensors=()))
+    loop.scheduler.take_staging()
+    for number in (4, 5):
+        stream = loop.submit(BASE[:4], 2, pinned=loop.version(number))
+        loop.turn(4)
+        refused = stream.get_nowait()
+        assert isinstance(refused, RequestFailure)
+        assert "does not hold" in refused.failure.reason
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        KeptSets(offsets=np.array([0, 2, 4], np.int64), ids=np.array([2, 5, 4, 5], np.int32)),
+        KeptSets(offsets=np.array([0, 3, 2], np.int64), ids=np.array([2, 3], np.int32)),
+        KeptSets(offsets=np.array([0, 1, 9], np.int64), ids=np.array([2, 3], np.int32)),
+    ],
+)
+def test_a_scoring_that_contradicts_itself_is_refused_and_the_engine_goes_on(kept: KeptSets):
+    loop = turns(20)
+    stream: Stream = asyncio.Queue()
+    request = ScoreRequest(
+        request_id="s",
+        token_ids=np.array([1, 2, 3], np.int32),
+        positions=np.array([1, 2], np.int64),
+        temperature=np.ones(2, np.float32),
+        kept=kept,
+        bias=None,
+    )
+    loop.scheduler.submit([request], stream)
+    loop.turn(2)
+    refused = stream.get_nowait()
+    assert isinstance(refused, RequestFailure)
+    assert refused.failure.kind is FailureKind.REFUSED
+    assert "kept set" in refused.failure.reason

@@ -8,6 +8,8 @@ from fathom.core.errors import RecordError
 from fathom.core.ids import PolicyVersion
 from fathom.core.ports.engine import Capabilities, GenerateRequest, ScoreRequest
 from fathom.core.records.bias import TokenBias
+from fathom.core.records.scores import IdLists
+from fathom.core.records.trajectory import KeptSets
 from fathom.rollout.engines.stop_strings import UNFINISHED
 
 
@@ -76,8 +78,8 @@ def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size:
         return f"positions to score must be within [1, {total}), at least one: the first token has no left context"
     if len(request.temperature) != count or not np.all(request.temperature > 0):
         return "scoring needs one temperature > 0 for each position"
-    if request.kept is not None and len(request.kept.offsets) != count + 1:
-        return "kept sets must be of the scored positions, one each"
+    if request.kept is not None and (wrong := _wrong_kept(request, request.kept)):
+        return wrong
     if request.bias is not None and (wrong := _wrong_bias(request.bias, count, capabilities, vocab_size)):
         return wrong
     if (request.top or request.others is not None) and (wrong := _wrong_ids(request, count, capabilities)):
@@ -85,6 +87,18 @@ def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size:
     kept_ids = request.kept.ids.tolist() if request.kept is not None else []
     other_ids = request.others.ids.tolist() if request.others is not None else []
     return _outside([request.token_ids.min(), request.token_ids.max(), *kept_ids, *other_ids], vocab_size)
+
+
+def _wrong_kept(request: ScoreRequest, kept: KeptSets) -> str | None:
+    try:
+        IdLists(offsets=kept.offsets, ids=kept.ids).check(len(request.positions))
+    except RecordError:
+        return "kept sets must be of the scored positions, one each, their ids ascending"
+    for index, position in enumerate(request.positions.tolist()):
+        own = kept.of(index)
+        if own is not None and request.token_ids[position] not in own:
+            return f"the token at position {position} is not in its kept set, so it has no log-probability there"
+    return None
 
 
 def _wrong_ids(request: ScoreRequest, count: int, capabilities: Capabilities) -> str | None:

@@ -68,9 +68,7 @@ class WeightSets:
 
     def take_staging(self) -> WeightSet:
         """A set to receive a version in. What was staged or lay in it is forgotten."""
-        if self.staged is not None:
-            self._retired.append(self.staged)
-            self.staged = None
+        self.rollback()  # what was never committed may not be found by `pin`
         idle = [weights for weights in self._retired if not weights.users and weights is not self._pinned_last]
         weights = idle[0] if idle else self._fresh()
         if idle:
