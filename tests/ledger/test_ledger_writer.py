@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +211,52 @@ def test_a_ledger_that_cannot_be_read_says_what_to_do(tmp_path: Path, damage, to
     path.write_bytes(content)
     with pytest.raises(LedgerError, match=told), LedgerReader(tmp_path) as reader:
         reader.trajectories()
+
+
+def test_a_commit_that_failed_can_be_made_again(tmp_path: Path) -> None:
+    with LedgerWriter.create(tmp_path) as writer:
+        writer.append(opening())
+        writer.commit()
+        writer.append(warm(1))
+        other = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        other.execute("CREATE TRIGGER full BEFORE INSERT ON event BEGIN SELECT RAISE(ABORT, 'no room'); END")
+        with pytest.raises(LedgerError, match="no room"):
+            writer.commit()
+        other.execute("DROP TRIGGER full")
+        other.close()
+        writer.commit()
+    with LedgerReader(tmp_path) as reader:
+        assert [each.event for each in reader.events(WarmStartStepped)] == [warm(1)]
+
+
+def test_a_record_under_the_name_of_another_is_found(tmp_path: Path) -> None:
+    first, second = trajectory(), trajectory(place=1)
+    with LedgerWriter.create(tmp_path) as writer:
+        writer.append(opening())
+        for record in (first, second):
+            writer.append_trajectory(record, ended(record))
+    database = sqlite3.connect(tmp_path / "ledger.sqlite")
+    place = database.execute("SELECT offset, skeleton_bytes, array_bytes, checksum FROM trajectory ORDER BY seq")
+    database.execute(
+        "UPDATE trajectory SET offset = ?, skeleton_bytes = ?, array_bytes = ?, checksum = ?", place.fetchone()
+    )
+    database.commit()
+    database.close()
+    with LedgerReader(tmp_path) as reader:
+        reader.trajectory(first.header.id)
+        with pytest.raises(LedgerError, match="holds the record of"):
+            reader.trajectory(second.header.id)
+
+
+@pytest.mark.parametrize("change", ["reward = 0", "sampled_tokens = 2", "status = 'truncated'", "place = 7"])
+def test_an_index_that_contradicts_its_record_is_found(tmp_path: Path, change: str) -> None:
+    record = trajectory()
+    with LedgerWriter.create(tmp_path) as writer:
+        writer.append(opening())
+        writer.append_trajectory(record, ended(record))
+    database = sqlite3.connect(tmp_path / "ledger.sqlite")
+    database.execute(f"UPDATE trajectory SET {change}")
+    database.commit()
+    database.close()
+    with LedgerReader(tmp_path) as reader, pytest.raises(LedgerError, match="index contradicts"):
+        reader.trajectory(record.header.id)

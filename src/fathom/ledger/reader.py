@@ -12,7 +12,7 @@ import msgspec
 from fathom.core.errors import LedgerError
 from fathom.core.ids import GroupId, Occurrence, TaskId, TrajectoryId
 from fathom.core.records.step import MaskReason, RowOutcome
-from fathom.core.records.trajectory import Trajectory, TrajectoryStatus
+from fathom.core.records.trajectory import Graded, Trajectory, TrajectoryStatus
 from fathom.ledger import schema
 from fathom.ledger.container import ContainerReader, Span
 from fathom.ledger.entries import Recorded, RowUse, StoredTrajectory, TrajectoryEntry
@@ -117,12 +117,23 @@ class LedgerReader:
     # --- trajectories ------------------------------------------------------------------------------------------
 
     def trajectory(self, name: TrajectoryId) -> StoredTrajectory:
-        """One trajectory, undone ones included. Raises LedgerError when there is no such trajectory."""
+        """One trajectory, undone ones included.
+
+        Raises:
+            LedgerError: there is no such trajectory, its record is damaged, or the index says other things of it.
+        """
         rows = self._query(f"SELECT {_TRAJECTORY}, {_SPAN} FROM trajectory WHERE id = ?", (name,))
         if not rows:
             raise LedgerError(f"the ledger holds no trajectory {name!r}")
-        span = _span(rows[0][-5:])
-        return StoredTrajectory(entry=_entry(rows[0]), trajectory=self._container.read(Trajectory, span))
+        entry, found = _entry(rows[0]), self._container.read(Trajectory, _span(rows[0][-5:]))
+        header, reward = found.header, found.header.reward
+        if header.id != name:
+            raise LedgerError(f"{name} holds the record of {header.id}; restore the ledger from a copy of its folder")
+        told = (entry.group, entry.occurrence, entry.status, entry.reward, entry.sampled_tokens)
+        total = reward.total if isinstance(reward, Graded) else None
+        if told != (header.group, header.occurrence, header.status, total, found.payload.num_sampled):
+            raise LedgerError(f"the index contradicts the record of {name}; restore the ledger from a copy")
+        return StoredTrajectory(entry=entry, trajectory=found)
 
     def trajectories(self, *, until: int | None = None, include_undone: bool = False) -> list[TrajectoryEntry]:
         """Index entries of all trajectories that ended."""

@@ -140,11 +140,11 @@ class LedgerWriter:
         if not self._pending:
             return
         began = time.perf_counter()
-        self._insert("written", (self._last_seq, self._seconds))
+        written: list[_Values] = [(self._last_seq, self._seconds)]  # not among the pending: one that failed comes again
         try:
             self._container.flush()
             self._database.execute("BEGIN IMMEDIATE")
-            for table, rows in self._pending.items():
+            for table, rows in (*self._pending.items(), ("written", written)):
                 marks = ", ".join("?" * len(rows[0]))
                 self._database.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
             self._database.execute("COMMIT")
