@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from fathom.core.errors import LedgerError
+from fathom.core.records.step import MaskReason
 from fathom.core.records.trajectory import Ungraded
 from fathom.evidence.contracts.audit import AuditReport, audit
 from fathom.ledger.reader import LedgerReader
@@ -272,3 +274,30 @@ def test_an_empty_ledger_cannot_be_audited(tmp_path: Path) -> None:
     LedgerWriter.create(tmp_path).close()
     with pytest.raises(LedgerError, match="never started"):
         report_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM row_use WHERE place = 0",
+        "UPDATE row_use SET in_gradient = in_gradient - 1 WHERE place = 1",
+        "UPDATE row_use SET tokens = tokens + 1 WHERE place = 0",
+        "UPDATE masked SET reason = 'veto'",
+        "DELETE FROM masked",
+    ],
+)
+def test_an_index_that_tells_other_tokens_than_the_rows_is_found(tmp_path: Path, change: str) -> None:
+    history = begin(tmp_path)
+    records = history.group(0)
+    rows = [outcome(record) for record in records]
+    codes = rows[0].mask_codes.copy()
+    codes[0] = list(MaskReason).index(MaskReason.POPPED)
+    rows[0] = msgspec.structs.replace(rows[0], mask_codes=codes)
+    history.train(1, records, rows=tuple(rows))
+    history.writer.close()
+    assert "record" not in failures(report_of(tmp_path / "ledger"))
+    database = sqlite3.connect(tmp_path / "ledger" / "ledger.sqlite")
+    assert database.execute(change).rowcount > 0
+    database.commit()
+    database.close()
+    assert "the index contradicts the rows" in failures(report_of(tmp_path / "ledger"))["record"]

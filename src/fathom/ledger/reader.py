@@ -155,11 +155,29 @@ class LedgerReader:
         return self._uses("1", (), include_undone, until)
 
     def outcomes(self, seq: int) -> tuple[RowOutcome, ...]:
-        """The rows of the `StepTaken` at `seq` with their arrays, by place in the batch."""
+        """The rows of the `StepTaken` at `seq` with their arrays, by place in the batch.
+
+        Raises:
+            LedgerError: there is no such step, its rows are damaged, or the index says other things of them.
+        """
         rows = self._query(f"SELECT {_SPAN} FROM step WHERE seq = ?", (seq,))
         if not rows:
             raise LedgerError(f"event {seq} is no step")
-        return self._container.read(StepRows, _span(rows[0])).rows
+        found = self._container.read(StepRows, _span(rows[0])).rows
+        uses = self._query(
+            "SELECT place, trajectory, branch, tokens, in_gradient FROM row_use WHERE seq = ? ORDER BY place", (seq,)
+        )
+        masked: dict[int, dict[str, int]] = {}
+        for place, reason, tokens in self._query("SELECT place, reason, tokens FROM masked WHERE seq = ?", (seq,)):
+            masked.setdefault(place, {})[reason] = tokens
+        told = [(*use, masked.pop(use[0], {})) for use in uses]
+        right = [
+            (place, row.trajectory, row.branch, len(row.positions), *schema.told_of(row))
+            for place, row in enumerate(found)
+        ]
+        if masked or told != right:
+            raise LedgerError(f"the index contradicts the rows of the step at event {seq}; restore it from a copy")
+        return found
 
     def masked_tokens(self, *, until: int | None = None) -> list[tuple[int, TrajectoryId, MaskReason, int]]:
         """(seq of the step, trajectory, reason, tokens) for every row that had tokens without gradient."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import numpy as np
+
 from fathom.core.errors import LedgerError
+from fathom.core.records.step import MaskReason, RowOutcome
 from fathom.ledger.events import Event
 
 DATABASE = "ledger.sqlite"
 VERSION = 1
+_REASONS = tuple(MaskReason)
 
 _SPAN = (
     "segment INTEGER NOT NULL, offset INTEGER NOT NULL, skeleton_bytes INTEGER NOT NULL, "
@@ -81,6 +85,13 @@ def create(folder: Path) -> None:
     database.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     database.close()
     unfinished.rename(path)
+
+
+def told_of(row: RowOutcome) -> tuple[int, dict[str, int]]:
+    """What `row_use` and `masked` say of a row's tokens: how many had a gradient, and how many had none, by reason."""
+    # code -1 (in the gradient) comes first, then the reasons in their order
+    in_gradient, *masked = np.bincount(row.mask_codes + 1, minlength=len(_REASONS) + 1).tolist()
+    return in_gradient, {reason.value: tokens for reason, tokens in zip(_REASONS, masked, strict=True) if tokens}
 
 
 def kind_of(event: type[Event]) -> str:

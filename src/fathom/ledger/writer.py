@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Self, final
 
 import msgspec
-import numpy as np
 
 from fathom.core.errors import LedgerError
-from fathom.core.records.step import MaskReason, RowOutcome
+from fathom.core.records.step import RowOutcome
 from fathom.core.records.trajectory import Graded, Trajectory
 from fathom.ledger import schema
 from fathom.ledger.container import ContainerWriter, Span
 from fathom.ledger.events import Event, IncarnationOpened, StepRows, StepTaken, TrajectoryEnded
 
 _SEGMENT_BYTES = 256 << 20
-_REASONS = tuple(MaskReason)
 _Values = tuple[int | float | str | bytes | None, ...]
 
 
@@ -126,12 +124,10 @@ class LedgerWriter:
         seq = self._append(step)
         self._insert("step", (seq, step.number, *_columns(span)))
         for place, row in enumerate(rows):
-            # code -1 (in the gradient) comes first, then the reasons in their order
-            in_gradient, *masked = np.bincount(row.mask_codes + 1, minlength=len(_REASONS) + 1).tolist()
+            in_gradient, masked = schema.told_of(row)
             self._insert("row_use", (seq, place, row.trajectory, row.branch, len(row.positions), in_gradient))
-            for reason, tokens in zip(_REASONS, masked, strict=True):
-                if tokens:
-                    self._insert("masked", (seq, place, reason.value, tokens))
+            for reason, tokens in masked.items():
+                self._insert("masked", (seq, place, reason, tokens))
         self._seconds += time.perf_counter() - began
         return seq
 
