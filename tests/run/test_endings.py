@@ -14,7 +14,7 @@ from small_runs import ENGINES, SCRIPTED, RunProcess, digests, engine_below, inc
 
 from fathom import Run
 from fathom.core.errors import CheckpointError, ConfigError, NoProgressError
-from fathom.ledger.events import GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
+from fathom.ledger.events import Evaluated, GroupDequeued, IncarnationOpened, OccurrenceClosed, RunEnded, StepTaken
 from fathom.ledger.reader import LedgerReader
 
 ENDLESS = "trainer.steps=100000"
@@ -72,8 +72,7 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, delay_s: float) -> None:
     time.sleep(delay_s)
     process.signal(signal.SIGINT, group=True)
     assert process.wait(within_s=15.0) == 130
-    if process.run is not None:
-        assert reason(process.run) == "stopped"
+    assert [reason(run) for run in process.runs.iterdir()] in ([], ["stopped"])
 
 
 def test_ctrl_c_ends_a_long_evaluation(tmp_path: Path) -> None:
@@ -118,6 +117,16 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert incarnations(first.folder) == 2
     assert len(digests(first.folder)) == 4
     require_sound(first.folder)
+
+
+def test_a_resume_leaves_no_hole_in_the_evaluations(tmp_path: Path) -> None:
+    """One of the step of a checkpoint is recorded after it, so a resume from there undoes it."""
+    options = "evaluation.tasks=4", "evaluation.every_steps=2", "trainer.steps=4"
+    run = Run(small_config(tmp_path, SCRIPTED, *options)).start().folder
+    assert evaluated(run) == [0, 2, 4]
+    edit(run, '"steps": 4', '"steps": 7')
+    Run.resume(run).start()
+    assert evaluated(run) == [0, 2, 4, 6, 7]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(tmp_path: Path) -> None:
@@ -175,6 +184,11 @@ def reason(run: Path) -> str:
         ended = reader.latest(RunEnded)
     assert ended is not None
     return ended.event.reason
+
+
+def evaluated(run: Path) -> list[int]:
+    with LedgerReader(run / "ledger") as reader:
+        return [entry.event.version.number for entry in reader.events(Evaluated)]
 
 
 def edit(run: Path, old: str, new: str) -> None:

@@ -34,6 +34,7 @@ from fathom.rollout.group_grading import GroupGrading
 from fathom.run.history.checkpoint import Checkpoints, LoopState
 from fathom.run.history.folder import RunFolder
 from fathom.run.history.opening import open_history
+from fathom.run.history.past import evaluated_last
 from fathom.run.history.recorder import Observer, Recorder
 from fathom.run.history.trackers import SINKS, TrackerFeed
 from fathom.run.learner import Learner
@@ -156,6 +157,7 @@ async def _run(
                 Parts(
                     config=config,
                     fresh=newest is None,
+                    evaluated=evaluated_last(folder),
                     tasks=resolved.train,
                     buffer=buffer,
                     runner=shaping(taught, config.objective),

@@ -37,6 +37,8 @@ class Parts:
     """The run's options."""
     fresh: bool
     """True: from the start. False: from a checkpoint."""
+    evaluated: int | None
+    """Number of the version that was evaluated last, as the surviving history says. None: none was."""
     tasks: Sequence[PromptedTask]
     """Training tasks."""
     buffer: GroupBuffer

@@ -46,7 +46,8 @@ class Pipeline:
         self._source_waits_for = ""
         self._serving: PolicyVersion | None = None
         self._last_evaluated: PolicyVersion | None = None
-        self._saved = self._evaluated = self._clock.version
+        self._saved = self._clock.version
+        self._evaluated = parts.evaluated
         self._settled = self._loop_state()
         parts.stop.on_ask(self._wake)
 
@@ -56,8 +57,9 @@ class Pipeline:
         The trainer's loop is the only finite one. Any loop that fails ends the run with its error.
         """
         await self._deliver_now()
-        if self._p.fresh:
+        if self._evaluation_due():
             await self._evaluate()
+        if self._p.fresh:
             self._settled = self._loop_state()
             await self._checkpoint()
         try:
@@ -113,8 +115,7 @@ class Pipeline:
                 return "stopped"
             if self._clock.version - self._saved >= self._p.config.checkpoint.every_steps:
                 await self._checkpoint()
-            every = self._p.config.evaluation.every_steps if self._p.config.evaluation else None
-            if every is not None and self._clock.version - self._evaluated >= every:
+            if self._evaluation_due():
                 await self._evaluate()
         return "steps"
 
@@ -214,6 +215,13 @@ class Pipeline:
         while self._serving is None or self._serving.number < self._clock.version:
             await self._publish(())
             await self._p.delivery.finish()
+
+    def _evaluation_due(self) -> bool:
+        """True before the first step, then every so many; after a resume too, where one was undone or given up."""
+        config = self._p.config.evaluation
+        if config is None or self._evaluated is None:
+            return config is not None
+        return config.every_steps is not None and self._clock.version - self._evaluated >= config.every_steps
 
     async def _evaluate(self) -> None:
         """Evaluate what serves, unless that was done. No version is published meanwhile; rollouts go on."""
