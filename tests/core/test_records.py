@@ -107,8 +107,10 @@ def trajectory(*branches: TokenBranch) -> Trajectory:
         {"routes": np.zeros((4, 1, 2), np.uint8)},
         {"shared_prefix": 2},
         {"token_ids": np.empty(0, np.int32)},
+        {"raw_logprobs": np.array([-1.0, np.nan, -3.0], np.float32)},
+        {"raw_logprobs": np.array([-1.0, 0.5, -3.0], np.float32)},
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_a_contradiction_cannot_be_built(changes: dict[str, Any]) -> None:
     with pytest.raises(RecordError):
@@ -122,6 +124,41 @@ def test_unknown_versions_and_wrong_parents_are_refused() -> None:
         TokenPayload(versions=VERSIONS[::-1], branches=(branch(),))
     with pytest.raises(RecordError, match="parent"):
         TokenPayload(versions=VERSIONS, branches=(branch(parent=0),))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.array([0, 1, 2, 9, 4, 5], np.int32)},
+        {"shared_prefix": 6, "loss_mask": np.zeros(6, bool), "token_ids": np.array([0, 1, 2, 3, 4, 6], np.int32)},
+        {"sampled": np.array([False, False, False, True, True, True]), "turns": (turn(3, 6),)},
+    ],
+)
+def test_what_a_branch_shares_is_what_its_parent_has(changes: dict[str, Any]) -> None:
+    fields = dict(parent=0, shared_prefix=4, loss_mask=np.array([False] * 5 + [True])) | changes
+    with pytest.raises(RecordError, match="shares"):
+        TokenPayload(versions=VERSIONS, branches=(branch(), branch(**fields)))
+
+
+def test_a_branch_shares_no_more_than_its_parent_has() -> None:
+    short = branch(
+        token_ids=np.arange(4, dtype=np.int32),
+        sampled=np.array([False, False, True, True]),
+        loss_mask=np.array([False, False, True, True]),
+        logprobs=np.array([-1.0, -2.0], np.float32),
+        policy_version=np.array([1, 1], np.int32),
+        kv_version=np.array([1, 1], np.int32),
+        turns=(turn(2, 4),),
+    )
+    child = branch(parent=0, shared_prefix=5, loss_mask=np.array([False] * 5 + [True]))
+    with pytest.raises(RecordError, match="shares"):
+        TokenPayload(versions=VERSIONS, branches=(short, child))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_rewards_of_turns_are_finite(wrong: float) -> None:
+    with pytest.raises(RecordError, match="finite"):
+        Graded(components={"score": 1.0}, grader="g", answer_found=True, per_turn=(0.5, wrong))
 
 
 def test_rewards_are_finite_or_named_as_missing() -> None:

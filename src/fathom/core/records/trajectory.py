@@ -37,11 +37,13 @@ class Graded(msgspec.Struct, frozen=True, tag="graded.1"):
     answer_found: bool
     """False: the grader found no answer to judge (counted apart from a wrong one)."""
     per_turn: tuple[float, ...] | None = None
-    """Reward of each turn. None: the reward belongs to the whole episode."""
+    """Reward of each turn, finite. None: the reward belongs to the whole episode."""
 
     def __post_init__(self) -> None:
         if not self.components or not all(np.isfinite(value) for value in self.components.values()):
             raise RecordError(f"a graded reward needs finite components, got {self.components}")
+        if not all(np.isfinite(value) for value in self.per_turn or ()):
+            raise RecordError(f"the rewards of turns must be finite, got {self.per_turn}")
 
     @property
     def total(self) -> float:
@@ -190,6 +192,8 @@ class TokenPayload(msgspec.Struct, frozen=True, tag="payload.token.1"):
         for index, branch in enumerate(self.branches):
             if branch.parent is not None and not 0 <= branch.parent < index:
                 raise RecordError(f"branch {index} names parent {branch.parent}, which does not come before it")
+            if branch.parent is not None:
+                _check_shared(index, branch, self.branches[branch.parent])
             unknown = {*branch.policy_version.tolist(), *branch.kv_version.tolist()}.difference(numbers)
             if unknown:
                 raise RecordError(f"branch {index} has tokens of unknown versions {sorted(unknown)}")
@@ -315,6 +319,9 @@ def _check_branch(branch: TokenBranch) -> None:
         raise RecordError("the first token cannot be sampled: it has no left context")
     if not np.all(np.isfinite(branch.logprobs)) or np.any(branch.logprobs > 0):
         raise RecordError("behaviour log-probabilities must be finite and at most 0")
+    raw = branch.raw_logprobs
+    if raw is not None and (not np.all(np.isfinite(raw)) or np.any(raw > 0)):
+        raise RecordError("raw log-probabilities must be finite and at most 0")
     if np.any(branch.kv_version > branch.policy_version):
         raise RecordError("kv_version is newer than the version of the token that read it")
     _check_turns(branch)
@@ -323,6 +330,16 @@ def _check_branch(branch: TokenBranch) -> None:
         raise RecordError(f"a teacher scored {len(branch.teacher.logprobs)} of {trained} tokens with loss")
     if branch.routes is not None and (branch.routes.ndim != 3 or len(branch.routes) != total - 1):
         raise RecordError(f"routes cover {branch.routes.shape} of {total - 1} positions: coverage must be complete")
+
+
+def _check_shared(index: int, branch: TokenBranch, parent: TokenBranch) -> None:
+    """What is context here is trained and counted there, so it must be there."""
+    shared = slice(0, branch.shared_prefix)
+    same = np.array_equal(branch.token_ids[shared], parent.token_ids[shared])
+    if not same or not np.array_equal(branch.sampled[shared], parent.sampled[shared]):
+        raise RecordError(
+            f"branch {index} shares {branch.shared_prefix} tokens with branch {branch.parent}, which has others there"
+        )
 
 
 def _check_turns(branch: TokenBranch) -> None:
