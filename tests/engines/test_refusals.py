@@ -78,6 +78,8 @@ def test_an_ability_is_refused_by_its_name_where_it_is_not_declared(change: dict
         ({"sampling": SamplingParams(logit_bias=BEYOND)}, "ids 3..10 are outside"),
         ({"stop_strings": ("ok", "")}, "empty"),
         ({"stop_strings": ("\ufffd",)}, "no character"),
+        ({"priority": 2**63}, "priority"),
+        ({"priority": -(2**63) - 1}, "priority"),
     ],
 )
 def test_generations_that_make_no_sense_are_refused(change: dict[str, Any], says: str) -> None:
@@ -120,3 +122,19 @@ def test_scorings_that_make_no_sense_are_refused(bias: TokenBias, capabilities: 
 def test_ids_that_cannot_be_scored_are_refused(change: dict[str, Any], capabilities: Capabilities, says: str) -> None:
     assert says in (why_not_score(msgspec.structs.replace(SCORE, **change), capabilities, 10) or "")
     assert why_not_score(msgspec.structs.replace(SCORE, others=IDS, top=3), MOST, 10) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": np.ones((2, 1), np.float32)},
+        {"temperature": np.ones(2, np.float64)},
+        {"temperature": np.array([1.0, np.inf], np.float32)},
+        {"temperature": np.array([1.0, np.nan], np.float32)},
+        {"temperature": np.ones(3, np.float32)},
+        {"positions": np.array([[1], [2]], np.int64)},
+        {"token_ids": np.array([[1, 2], [3, 4], [5, 6]], np.int32)},
+    ],
+)
+def test_scorings_of_another_shape_are_refused(change: dict[str, Any]) -> None:
+    assert why_not_score(msgspec.structs.replace(SCORE, **change), LEAST, 10) is not None

@@ -22,6 +22,8 @@ def why_not_generate(request: GenerateRequest, capabilities: Capabilities, vocab
         return f"a prompt of {len(prompt)} tokens leaves no room in its context of {limit}; shorten it"
     if wrong := _outside([prompt.min(), prompt.max(), *request.stop_ids], vocab_size):
         return wrong
+    if not -(2**63) <= request.priority < 2**63:
+        return f"the priority {request.priority} does not fit 64 bits, signed"
     if not 0 <= request.seed < 2**64:
         return f"the seed {request.seed} does not fit 64 bits, unsigned"
     bias = request.sampling.logit_bias
@@ -74,10 +76,15 @@ def why_not_score(request: ScoreRequest, capabilities: Capabilities, vocab_size:
         return f"{total} tokens to score are more than its context of {limit}"
     if request.token_ids.dtype != np.int32 or request.positions.dtype != np.int64:
         return "scoring needs int32 token ids and int64 positions"
+    if request.token_ids.ndim != 1 or request.positions.ndim != 1:
+        return "token ids and positions to score are one row each; send one request for each sequence"
     if not count or request.positions.min() < 1 or request.positions.max() >= total:
         return f"positions to score must be within [1, {total}), at least one: the first token has no left context"
-    if len(request.temperature) != count or not np.all(request.temperature > 0):
-        return "scoring needs one temperature > 0 for each position"
+    temperature = request.temperature
+    if temperature.dtype != np.float32 or temperature.shape != (count,) or not np.all(np.isfinite(temperature)):
+        return "scoring needs one finite float32 temperature for each position"
+    if not np.all(temperature > 0):
+        return "scoring needs temperatures > 0"
     if request.kept is not None and (wrong := _wrong_kept(request, request.kept)):
         return wrong
     if request.bias is not None and (wrong := _wrong_bias(request.bias, count, capabilities, vocab_size)):
