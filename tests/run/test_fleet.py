@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from fathom.ledger.events import (
     EngineServes,
     Event,
     GroupStarted,
+    PublicationCancelled,
     Published,
     StepTaken,
 )
@@ -203,6 +207,27 @@ def test_every_engine_proves_every_version_before_it_serves(tmp_path: Path) -> N
         proven = {(entry.event.engine, entry.event.version) for entry in reader.events(EngineServes)}
         versions = [entry.event.version for entry in reader.events(Published)]
         assert proven == {(f"engine-{number}", version) for number in range(3) for version in versions}
+
+
+def test_a_run_is_asked_to_end_while_it_waits_for_an_engine_to_come_back(tmp_path: Path) -> None:
+    """Its first publication waits for a new engine, which may take as long as an engine takes to start."""
+    workshop, came_back = Workshop(), False
+
+    async def launch(spec: EmbeddedSpec) -> Engine:
+        nonlocal came_back
+        replacing = bool(workshop.engines)
+        if replacing:
+            await asyncio.sleep(20.0)
+            came_back = True
+        engine = await workshop.launch(spec)
+        if not replacing:
+            workshop.break_engine(spec.engine, Trouble.FAILS, Call.STAGE)
+        return engine
+
+    workshop.after(PublicationCancelled, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    result = Run(small_config(tmp_path, SCRIPTED)).start([workshop.observe], launcher=launch)
+    assert (result.reason, result.exit_code, came_back) == ("stopped", 130, False)
+    require_sound(result.folder)
 
 
 def test_requests_that_lie_there_from_before_are_refused(tmp_path: Path) -> None:

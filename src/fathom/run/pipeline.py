@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 from fathom.buffer.group_buffer import Drained, Fact, Taken, Waiting
-from fathom.core.errors import StepStoppedError
+from fathom.core.errors import RunStoppedError, StepStoppedError
 from fathom.core.ids import PolicyVersion
 from fathom.core.records.row import Row
 from fathom.core.records.step import StepOutcome, TrainBatch
@@ -200,8 +201,9 @@ class Pipeline:
         self._wake()
 
     async def _publish(self, sample: Sequence[Row]) -> None:
-        """Begin to deliver the trainer's version; the trainer may go on once it is written."""
-        await self._p.delivery.start(sample, self._delivered, self._wake)
+        """Begin to deliver the trainer's version; the trainer may go on once it is written, or the run is to end."""
+        with suppress(RunStoppedError), self._p.stop.cancels():
+            await self._p.delivery.start(sample, self._delivered, self._wake)
 
     def _delivered(self, version: PolicyVersion) -> None:
         """Engines serve `version`: room for new groups opens with it."""
@@ -210,10 +212,15 @@ class Pipeline:
         self._wake()
 
     async def _deliver_now(self) -> None:
-        """Wait until the trainer's version serves."""
-        await self._p.delivery.finish()
-        while self._serving is None or self._serving.number < self._clock.version:
+        """Wait until the trainer's version serves, or the run is asked to end."""
+        await self._delivery_ended()
+        while not self._p.stop.asked and (self._serving is None or self._serving.number < self._clock.version):
             await self._publish(())
+            await self._delivery_ended()
+
+    async def _delivery_ended(self) -> None:
+        """Wait for the version on its way, which may wait for engines to come back; or until the run is to end."""
+        with suppress(RunStoppedError), self._p.stop.cancels():
             await self._p.delivery.finish()
 
     def _evaluation_due(self) -> bool:
@@ -225,7 +232,7 @@ class Pipeline:
 
     async def _evaluate(self) -> None:
         """Evaluate what serves, unless that was done. No version is published meanwhile; rollouts go on."""
-        await self._p.delivery.finish()
+        await self._delivery_ended()
         serving = self._serving
         if self._p.evaluator is None or serving is None or self._p.stop.asked or serving == self._last_evaluated:
             return

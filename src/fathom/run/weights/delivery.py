@@ -84,13 +84,16 @@ class Delivery:
         self._running = asyncio.create_task(self._deliver(number, probe, sample, trained, written, delivered))
         self._running.add_done_callback(lambda _: ended())
         waiting = asyncio.create_task(written.wait())
-        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        try:
+            await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
 
     async def finish(self) -> None:
-        """Wait for the version on its way, if any. Raises as `start`."""
+        """Wait for the version on its way, if any; cancelling the wait lets it go on. Raises as `start`."""
         if self._running is not None:
-            await self._running
+            await asyncio.wait({self._running})
+            self._running.result()
             self._running = None
 
     async def close(self) -> None:
