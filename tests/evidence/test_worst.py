@@ -189,3 +189,28 @@ def test_a_run_that_tunes_names_the_samples_behind_a_spike(tmp_path: Path) -> No
     assert (spike.norm.step, spike.anomalous, spike.epoch, spike.samples) == (12, True, 1, (12, 112))
     assert spike.norm.ratio == pytest.approx(20)
     assert not usual.anomalous
+
+
+def test_a_step_without_effect_stands_beside_the_one_that_took_its_number(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.open(config())
+    history.publish(0)
+    for number in (1, 2):
+        history.train(number, history.group(number - 1))
+        history.publish(number)
+    spoilt = history.group(2)
+    rows = tuple(outcome(record) for record in spoilt)
+    refused = step(3, rows, stepped=False)
+    metrics = msgspec.structs.replace(refused.metrics, grad_norm=math.inf, tokens=10)
+    history.writer.append_step(msgspec.structs.replace(refused, metrics=metrics), rows)
+    history.settle(spoilt, 3)
+    right = history.group(2)
+    history.train(3, right)
+    history.writer.close()
+    with LedgerReader(tmp_path) as reader:
+        found = worst_steps(reader, 10)
+    assert [each.norm.step for each in found].count(3) == 2
+    assert found[0].norm.grad_norm == math.inf
+    assert {part.trajectory for part in found[0].parts} == {record.header.id for record in spoilt}
+    [other] = [each for each in found[1:] if each.norm.step == 3]
+    assert {part.trajectory for part in other.parts} == {record.header.id for record in right}

@@ -121,13 +121,18 @@ class WorstTuningStep:
 
 def judge_norms(steps: Sequence[StepTaken] | Sequence[TuningStepped]) -> list[NormJudged]:
     """The norms of steps in the order they were taken. Steps without a token in the gradient are left out."""
+    return [norm for _, norm in _judged(steps)]
+
+
+def _judged(steps: Sequence[StepTaken] | Sequence[TuningStepped]) -> list[tuple[int, NormJudged]]:
+    """The same, each with its place among the steps: one without effect leaves its number to the next."""
     before: deque[float] = deque(maxlen=WINDOW)
-    judged: list[NormJudged] = []
-    for step in map(_told, steps):
+    judged: list[tuple[int, NormJudged]] = []
+    for place, step in enumerate(map(_told, steps)):
         if step.tokens:
-            judged.append(_judge(step, list(before)))
+            judged.append((place, _judge(step, list(before))))
         elif step.non_finite:
-            judged.append(_judge(step, []))
+            judged.append((place, _judge(step, [])))
         if step.tokens and math.isfinite(step.norm):
             before.append(step.norm)
     return judged
@@ -139,29 +144,26 @@ def worst_steps(reader: LedgerReader, count: int, *, parts: int = 3) -> list[Wor
     Steps with refused tokens or a norm that is not finite come before all others. Raises LedgerError before the first
     step.
     """
-    entries = {entry.event.number: entry for entry in reader.events(StepTaken)}
+    entries = reader.events(StepTaken)
     if not entries:
         raise LedgerError("no step has been taken yet; look again when the run has taken one")
-    judged = judge_norms([entry.event for entry in entries.values()])
-    ranked = sorted(judged, key=_badness, reverse=True)[:count]
+    ranked = sorted(_judged([entry.event for entry in entries]), key=_badness, reverse=True)[:count]
     return [
-        WorstStep(norm=norm, anomalous=norm.anomalous, parts=_parts(reader, entries[norm.step].seq, parts))
-        for norm in ranked
+        WorstStep(norm=norm, anomalous=norm.anomalous, parts=_parts(reader, entries[place].seq, parts))
+        for place, norm in ranked
     ]
 
 
 def worst_tuning_steps(reader: LedgerReader, count: int) -> list[WorstTuningStep]:
     """The same of a run that tunes. Raises LedgerError before the first step."""
     recorded = reader.events(SupervisedStepped) or reader.events(PreferenceStepped)
-    steps = {entry.event.number: entry.event for entry in recorded}
+    steps = [entry.event for entry in recorded]
     if not steps:
         raise LedgerError("no step has been taken yet; look again when the run has taken one")
-    ranked = sorted(judge_norms(list(steps.values())), key=_badness, reverse=True)[:count]
+    ranked = sorted(_judged(steps), key=_badness, reverse=True)[:count]
     return [
-        WorstTuningStep(
-            norm=norm, anomalous=norm.anomalous, epoch=steps[norm.step].epoch, samples=steps[norm.step].samples
-        )
-        for norm in ranked
+        WorstTuningStep(norm=norm, anomalous=norm.anomalous, epoch=steps[place].epoch, samples=steps[place].samples)
+        for place, norm in ranked
     ]
 
 
@@ -212,10 +214,11 @@ def _robust_z(norm: float, before: list[float]) -> float | None:
     return (math.log(norm) - middle) / max(deviation, _SMALLEST_DEVIATION)
 
 
-def _badness(norm: NormJudged) -> tuple[bool, bool, bool, float, int]:
+def _badness(judged: tuple[int, NormJudged]) -> tuple[bool, bool, bool, float, int]:
     """Later steps first among equals."""
+    place, norm = judged
     z = norm.robust_z if norm.robust_z is not None else -math.inf
-    return (not math.isfinite(norm.grad_norm), norm.non_finite_tokens > 0, norm.anomalous, z, norm.step)
+    return (not math.isfinite(norm.grad_norm), norm.non_finite_tokens > 0, norm.anomalous, z, place)
 
 
 def _parts(reader: LedgerReader, seq: int, count: int) -> tuple[Part, ...]:
