@@ -1,6 +1,8 @@
 """What the scheduler makes of arrivals, limits and too few pages, with a scripted forward: exact to the last bit."""
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -362,3 +364,21 @@ def test_a_scoring_that_contradicts_itself_is_refused_and_the_engine_goes_on(kep
     assert isinstance(refused, RequestFailure)
     assert refused.failure.kind is FailureKind.REFUSED
     assert "kept set" in refused.failure.reason
+
+
+def test_members_of_a_barrier_that_never_filled_are_forgotten():
+    loop = turns(20)
+    gone = weakref.ref(loop.submit(BASE[:4], 2, barrier=Barrier(name="a", size=2)))
+    kept = weakref.ref(loop.submit(BASE[:4], 2, barrier=Barrier(name="b", size=2)))
+    loop.abort(0)
+    loop.turn()
+    loop.streams.clear()
+    loop.submit(BASE[:4], 2, barrier=Barrier(name="c", size=1))
+    loop.turn(8)
+    loop.streams.clear()
+    gc.collect()
+    assert gone() is None
+    assert kept() is not None
+    loop.submit(BASE[:4], 2, barrier=Barrier(name="b", size=2))
+    [late] = loop.finish()
+    assert len(late.text) == 2

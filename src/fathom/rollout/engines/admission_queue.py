@@ -41,6 +41,8 @@ class AdmissionQueue(Generic[Entry]):
         if barrier is None:
             self._enter(entry, entry.request.priority)
             return
+        if barrier.name not in self._barriers:  # of those that nobody waits at any more, none will be completed
+            self._barriers = {name: held for name, held in self._barriers.items() if not all(e.ended for e in held)}
         waiting = self._barriers.setdefault(barrier.name, [])
         waiting.append(entry)
         present = [other for other in waiting if not other.ended]
