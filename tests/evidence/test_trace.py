@@ -70,6 +70,20 @@ def test_tokens_that_no_step_used_say_why(history: History, tmp_path: Path) -> N
             trace_trajectory(reader, TrajectoryId("nobody"))
 
 
+def test_a_step_without_effect_is_shown_after_the_one_that_took_its_number(history: History, tmp_path: Path) -> None:
+    refused, used = history.group(0), history.group(0)
+    history.train(1, refused, stepped=False)
+    history.train(1, used)
+    history.writer.close()
+    with LedgerReader(tmp_path) as reader:
+        traces = trace_step(reader, 1)
+        assert [trace.trajectory for trace in traces] == [record.header.id for record in (*used, *refused)]
+        assert [{token.reason for token in trace.tokens} for trace in traces] == [{""}] * 2 + [
+            {"no step: no usable token"}
+        ] * 2
+        assert trace_step(reader, limit=3) == traces[:3]
+
+
 def test_undone_trajectories_can_be_traced(history: History, tmp_path: Path) -> None:
     seq = history.checkpoint(0)
     undone = history.group(0)

@@ -11,7 +11,7 @@ from fathom.core.errors import LedgerError
 from fathom.core.ids import GroupId, TaskId, TrajectoryId
 from fathom.core.records.step import MaskReason, RowOutcome
 from fathom.core.records.trajectory import Graded, TokenBranch, TrajectoryStatus
-from fathom.ledger.entries import StoredTrajectory
+from fathom.ledger.entries import Recorded, StoredTrajectory
 from fathom.ledger.events import AttemptMoved, StepTaken
 from fathom.ledger.reader import LedgerReader
 
@@ -92,16 +92,20 @@ class _Use:
 
 
 def trace_step(reader: LedgerReader, step: int | None = None, *, limit: int | None = None) -> list[BranchTrace]:
-    """The rows of a step (None: the newest), at most `limit`. Raises LedgerError when there is no such step."""
-    taken = {entry.event.number: entry for entry in reader.events(StepTaken)}
+    """The rows of a step (None: the newest), at most `limit`; those of steps of its number without effect come after
+    them. Raises LedgerError when there is no such step."""
+    taken: dict[int, list[Recorded[StepTaken]]] = {}
+    for entry in reader.events(StepTaken):
+        taken.setdefault(entry.event.number, []).insert(0, entry)
     if not taken:
         raise LedgerError("no step has been taken yet")
     number = max(taken) if step is None else step
     if number not in taken:
         raise LedgerError(f"there is no step {number}; the run has steps {min(taken)} to {max(taken)}")
-    entry = taken[number]
-    uses = [_Use(step=entry.event, outcome=outcome) for outcome in reader.outcomes(entry.seq)[:limit]]
-    return [_trace(reader.trajectory(use.outcome.trajectory), use.outcome.branch, use, "") for use in uses]
+    uses = [
+        _Use(step=entry.event, outcome=outcome) for entry in taken[number] for outcome in reader.outcomes(entry.seq)
+    ]
+    return [_trace(reader.trajectory(use.outcome.trajectory), use.outcome.branch, use, "") for use in uses[:limit]]
 
 
 def trace_trajectory(reader: LedgerReader, name: TrajectoryId) -> list[BranchTrace]:
