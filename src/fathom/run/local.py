@@ -143,7 +143,7 @@ async def _run(
     delivery = Delivery(config, recorder.incarnation, learner, fleet, recorder, vocab_size=resolved.model.vocab_size)
     buffer = _buffer(resolved, recorder.incarnation)
     try:
-        with stop.cancels():
+        async with stop.cancels():
             await fleet.start()
             if newest is None:
                 await _begin(resolved, players, learner, recorder)

@@ -202,8 +202,9 @@ class Pipeline:
 
     async def _publish(self, sample: Sequence[Row]) -> None:
         """Begin to deliver the trainer's version; the trainer may go on once it is written, or the run is to end."""
-        with suppress(RunStoppedError), self._p.stop.cancels():
-            await self._p.delivery.start(sample, self._delivered, self._wake)
+        with suppress(RunStoppedError):
+            async with self._p.stop.cancels():
+                await self._p.delivery.start(sample, self._delivered, self._wake)
 
     def _delivered(self, version: PolicyVersion) -> None:
         """Engines serve `version`: room for new groups opens with it."""
@@ -220,8 +221,9 @@ class Pipeline:
 
     async def _delivery_ended(self) -> None:
         """Wait for the version on its way, which may wait for engines to come back; or until the run is to end."""
-        with suppress(RunStoppedError), self._p.stop.cancels():
-            await self._p.delivery.finish()
+        with suppress(RunStoppedError):
+            async with self._p.stop.cancels():
+                await self._p.delivery.finish()
 
     def _evaluation_due(self) -> bool:
         """True before the first step, then every so many; after a resume too, where one was undone or given up."""

@@ -103,7 +103,7 @@ class Run:
         stop.listen()
         players = players_for(self.resolved)
         try:
-            with stop.cancels():
+            async with stop.cancels():
                 await players.start()
             from fathom.run.local import drive  # the heavy half: after the players have started
 

@@ -6,14 +6,16 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import final
 
 from fathom.core.errors import FathomError, RunStoppedError
 
 _TURNS_OF_THE_LOOP_S = 0.01
 """A timer is due after all signals that were there before it; a mere turn of the loop is not."""
+_SAME_SIGNAL_S = 0.1
+"""A process that got the same signal may be heard of before the signal is."""
 _INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -46,8 +48,8 @@ class Stop:
         for listener in self._listeners:
             listener()
 
-    @contextmanager
-    def cancels(self) -> Generator[None]:
+    @asynccontextmanager
+    async def cancels(self) -> AsyncGenerator[None]:
         """Within it a request to end cancels what the current task waits for; only for what leaves no state to save.
 
         Raises:
@@ -59,7 +61,11 @@ class Stop:
         try:
             if self.asked:
                 raise asyncio.CancelledError
-            yield
+            try:
+                yield
+            except FathomError:
+                await asyncio.sleep(_SAME_SIGNAL_S)
+                raise
         except (asyncio.CancelledError, FathomError):
             if not self.asked:
                 raise
@@ -74,7 +80,7 @@ class Stop:
         Raises:
             RunStoppedError: the run was asked to end.
         """
-        with self.cancels():
+        async with self.cancels():
             await asyncio.sleep(_TURNS_OF_THE_LOOP_S)
 
     def listen(self) -> None:

@@ -97,7 +97,7 @@ class AdaptersRun:
         stop = Stop()
         stop.listen()
         try:
-            with stop.cancels():
+            async with stop.cancels():
                 for each in players.values():
                     await each.start()
             from fathom.run.adapters.drive import Lane, drive_each  # the heavy half: after the players have started

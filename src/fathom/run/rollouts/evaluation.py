@@ -65,8 +65,9 @@ class Evaluator:
         started = time.monotonic()
         samples = self._config.samples
         ended: list[Trajectory] = []
-        with suppress(RunStoppedError), self._stop.cancels():
-            ended = await self._all(version)
+        with suppress(RunStoppedError):
+            async with self._stop.cancels():
+                ended = await self._all(version)
         if not ended:
             return None
         by_task = [ended[start : start + samples] for start in range(0, len(ended), samples)]
