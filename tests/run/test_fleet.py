@@ -69,6 +69,14 @@ class Workshop:
         for act in due:
             act()
 
+    def end_soon_after(self, kind: type[Event]) -> None:
+        """Ask the run to end when three more steps were taken after the first event of a kind."""
+
+        def end() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        self.after(kind, 1, lambda: self.after(StepTaken, self._seen[StepTaken] + 3, end))
+
     def break_engine(self, name: str, trouble: Trouble, *calls: Call, times: int | None = None) -> None:
         for call in calls:
             self.engines[name][-1].inject(Fault(call=call, trouble=trouble, times=times))
@@ -176,9 +184,10 @@ def test_one_that_cannot_be_brought_back_leaves_and_the_others_go_on(tmp_path: P
         return engine
 
     workshop.after(StepTaken, 2, lambda: workshop.engines["engine-2"][-1].die())
-    config = small_config(tmp_path, *FLEET, "trainer.steps=90")
+    workshop.end_soon_after(EngineLeft)
+    config = small_config(tmp_path, *FLEET, "trainer.steps=100000")
     result = Run(config).start([workshop.observe], launcher=launch)
-    assert result.reason == "steps"
+    assert (result.reason, result.exit_code) == ("stopped", 143)
     require_sound(result.folder)
     with LedgerReader(result.folder / "ledger") as reader:
         (left,) = reader.events(EngineLeft)
