@@ -138,6 +138,7 @@ def test_ctrl_c_while_graders_start_leaves_nothing(here: Path) -> None:
     deadline = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert begun.exists(), "no grader process was started, so nothing was interrupted"
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert output == "stopped\n"
