@@ -63,7 +63,7 @@ def trace(
         else:
             branches, header = trace_step(reader, step, limit=limit), None
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(branches)))
+        _print_json(branches)
         return
     console, text_of = Console(), _texts(folder)
     if header is not None:
@@ -74,9 +74,13 @@ def trace(
         console.print()
 
 
+def _print_json(found: Sequence[BranchTrace | WorstStep | WorstTuningStep]) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+
+
 def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(steps)))
+        _print_json(steps)
         return
     console = Console()
     for step in steps:
@@ -102,7 +106,7 @@ def _show_worst(steps: Sequence[WorstStep], *, as_json: bool) -> None:
 
 def _show_worst_tuning(steps: Sequence[WorstTuningStep], limit: int, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(steps)))
+        _print_json(steps)
         return
     console = Console()
     for step in steps:
